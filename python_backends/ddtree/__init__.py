@@ -1,0 +1,1 @@
+"""DDTree for Triton: tree speculative decoding behind NVIDIA Triton Inference Server."""

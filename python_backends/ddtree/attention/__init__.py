@@ -1,0 +1,1 @@
+"""Attention over committed pages and a staged tree, behind transformers' attention interface."""

@@ -1,0 +1,185 @@
+"""The messages between the orchestrator and its stages: one frozen dataclass per direction.
+
+Every message is packed over `S` sequences. Tensors live where the model that made them lives; whoever
+carries a message between processes copies it, nobody else. This module knows no model and no transport.
+
+Shape letters: `S` sequences, `D` draft positions, `K` candidates per position, `N` draft nodes (padded to
+the widest tree of the batch), `H` hidden size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+
+
+class Status(IntEnum):
+    """What became of one sequence in a stage call."""
+
+    OK = 0
+    SESSION_LOST = 1  # unknown id, another epoch, or another committed length: open it again
+    POOL_FULL = 2  # no pages for what the session wants to reserve: try again when another one ends
+
+
+@dataclass(frozen=True)
+class SessionBatch:
+    """Which sessions a packed call is about, and the state the orchestrator believes them to be in."""
+
+    ids: torch.Tensor  # [S] int64
+    epochs: torch.Tensor  # [S] int32, counts re-openings
+    lengths: torch.Tensor  # [S] int32, committed length before the call; 0 opens the session
+
+    def __len__(self) -> int:
+        return int(self.ids.shape[0])
+
+
+@dataclass(frozen=True)
+class PrefillRequest:
+    """One chunk of committed ids per sequence, to be added to the verifier's cache."""
+
+    sessions: SessionBatch
+    token_ids: torch.Tensor  # [sum counts] int32
+    counts: torch.Tensor  # [S] int32, ≥ 1
+    reserve: torch.Tensor  # [S] int32, KV slots the session may ever need, tree included
+
+
+@dataclass(frozen=True)
+class PrefillResult:
+    """What the target says after each chunk; rows of a sequence that is not OK are zeros."""
+
+    status: torch.Tensor  # [S] int32
+    next_tokens: torch.Tensor  # [S] int32, the target's token after the chunk's last one
+    features: torch.Tensor  # [sum counts, H] projected context features of the chunk
+
+
+@dataclass(frozen=True)
+class DraftRequest:
+    """Newly committed context for the drafter and the root tokens to draft from.
+
+    `depth == 0` only extends the context. Context ids and features are aligned; the root token has no
+    feature yet, so it comes apart.
+    """
+
+    sessions: SessionBatch  # lengths: context tokens the drafter should already hold
+    context_ids: torch.Tensor  # [sum counts] int32
+    context_features: torch.Tensor  # [sum counts, H]
+    counts: torch.Tensor  # [S] int32, may be 0
+    root_tokens: torch.Tensor  # [S] int32
+    reserve: torch.Tensor  # [S] int32, slots to hold when the session opens
+    depth: int  # draft positions wanted, 0..D
+    width: int  # candidates wanted per position
+
+
+@dataclass(frozen=True)
+class DraftResult:
+    """The drafter's best candidates per position, best first."""
+
+    status: torch.Tensor  # [S] int32
+    top_ids: torch.Tensor  # [S, D, K] int32
+    top_log_probs: torch.Tensor  # [S, D, K] float32, natural log, normalised over the whole vocabulary
+
+
+@dataclass(frozen=True)
+class TreeRequest:
+    """What to build trees from.
+
+    `budgets[s]` is the most draft nodes of sequence s; `AUTO_BUDGET` lets the builder choose by the cost
+    curve; 0 gives an empty tree. A chain takes the first candidate of each position.
+    """
+
+    top_ids: torch.Tensor  # [S, D, K] int32
+    top_log_probs: torch.Tensor  # [S, D, K] float32
+    budgets: torch.Tensor  # [S] int32
+    is_chain: torch.Tensor  # [S] bool
+    round_cost_ms: torch.Tensor  # [R] float32: a round's milliseconds when r + 1 rows are verified; may be empty
+
+
+AUTO_BUDGET = -1
+
+
+@dataclass(frozen=True)
+class TreeBatch:
+    """Draft trees. Node i (1-based; node 0 is the root) stands in column i - 1; parents precede children.
+
+    Columns at and after `counts[s]` are padding and hold zeros. Token id 0 is a real token: only `counts`
+    says what is padding.
+    """
+
+    tokens: torch.Tensor  # [S, N] int32
+    parents: torch.Tensor  # [S, N] int32, node index of the parent, 0 = root, parent < own index
+    depths: torch.Tensor  # [S, N] int32, 1..D
+    counts: torch.Tensor  # [S] int32
+
+
+@dataclass(frozen=True)
+class VerifyRequest:
+    """Root and draft nodes to check against the target."""
+
+    sessions: SessionBatch
+    root_tokens: torch.Tensor  # [S] int32
+    trees: TreeBatch
+
+
+@dataclass(frozen=True)
+class VerifyResult:
+    """The accepted paths, already committed in the verifier's cache."""
+
+    status: torch.Tensor  # [S] int32
+    accepted_tokens: torch.Tensor  # [S, D'] int32, zero-padded
+    accepted_counts: torch.Tensor  # [S] int32
+    bonus_tokens: torch.Tensor  # [S] int32
+    features: torch.Tensor  # [sum (1 + accepted), H] of root and accepted path; none for a sequence not OK
+    commit_ms: float
+
+
+@dataclass(frozen=True)
+class FeatureRequest:
+    """Ask the verifier for stored context features of committed tokens `[starts, starts + counts)`."""
+
+    sessions: SessionBatch
+    starts: torch.Tensor  # [S] int32
+    counts: torch.Tensor  # [S] int32
+
+
+@dataclass(frozen=True)
+class FeatureResult:
+    """Stored features; none for a sequence that is not OK."""
+
+    status: torch.Tensor  # [S] int32
+    features: torch.Tensor  # [sum counts, H]
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What a stage holds right now."""
+
+    sessions: int
+    pages_used: int
+    pages_total: int
+
+
+@dataclass(frozen=True)
+class VerifierInfo:
+    """What the orchestrator must know of the loaded target."""
+
+    vocab_size: int
+    context_length: int  # most tokens a sequence may hold, prompt and output
+    max_nodes: int  # most draft nodes one sequence may verify in a step
+    draft_hash: str  # hash of the drafter's projection this stage loaded
+    cost_rows: tuple[int, ...]  # verified rows whose cost was measured at load
+    cost_ms: tuple[float, ...]
+    usage: Usage
+
+
+@dataclass(frozen=True)
+class DrafterInfo:
+    """What the orchestrator must know of the loaded drafter."""
+
+    block_size: int
+    hidden_size: int
+    feature_dtype: str
+    draft_hash: str
+    cost_ms: float  # one draft of one sequence, measured at load
+    usage: Usage
