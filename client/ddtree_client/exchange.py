@@ -1,0 +1,137 @@
+"""One request and its answer, without any input or output of its own.
+
+An `Exchange` is fed the responses of a stream in order and turns them into chunks, then results. The sync and
+the asyncio client share it, so what an answer means is written once. It does not know connections, threads or
+event loops.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+from uuid import uuid4
+
+from ddtree_client.errors import DDTreeClientError, IncompleteAnswerError, error_from_status, error_from_text
+from ddtree_client.types import Chunk, GenerateOptions, Result, Stats
+from ddtree_client.wire import Prompts, ResponseValues, build_request, read_response
+
+
+@dataclass
+class _Row:
+    """The answer of one row as far as it has arrived."""
+
+    texts: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    output_tokens: int = 0
+    first_chunk_tokens: int = 0
+    first_token_s: float | None = None
+    last_s: float = 0.0
+    finish_reason: str = ""
+    input_tokens: int = 0
+    rounds: int = 0
+    accepted_draft_tokens: int = 0
+    draft_tokens: int = 0
+
+    def add(self, values: ResponseValues, now_s: float) -> None:
+        new_tokens = len(values.token_ids) if values.output_tokens is None else values.output_tokens
+        self.texts.append(values.text)
+        self.token_ids.extend(values.token_ids)
+        self.output_tokens += new_tokens
+        self.last_s = now_s
+        if self.first_token_s is None and new_tokens > 0:
+            self.first_token_s, self.first_chunk_tokens = now_s, new_tokens
+        self.finish_reason = values.finish_reason or self.finish_reason
+        # Counters are cumulative and may come late or more than once: the newest counts.
+        self.input_tokens = _newest(values.input_tokens, self.input_tokens)
+        self.rounds = _newest(values.rounds, self.rounds)
+        self.accepted_draft_tokens = _newest(values.accepted_draft_tokens, self.accepted_draft_tokens)
+        self.draft_tokens = _newest(values.draft_tokens, self.draft_tokens)
+
+    def result(self) -> Result:
+        return Result(
+            text="".join(self.texts),
+            token_ids=tuple(self.token_ids),
+            finish_reason=self.finish_reason,
+            stats=Stats(
+                input_tokens=self.input_tokens,
+                output_tokens=self.output_tokens,
+                rounds=self.rounds,
+                accepted_draft_tokens=self.accepted_draft_tokens,
+                draft_tokens=self.draft_tokens,
+                first_chunk_tokens=self.first_chunk_tokens,
+                time_to_first_token_s=self.last_s if self.first_token_s is None else self.first_token_s,
+                total_s=self.last_s,
+            ),
+        )
+
+
+class Exchange:
+    """A request ready to be sent to ``address``, and the state of its answer. Time starts at construction."""
+
+    def __init__(
+        self,
+        *,
+        address: str,
+        model: str,
+        prompts: Prompts,
+        options: GenerateOptions,
+        deadline_s: float | None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.request_id = uuid4().hex
+        self.deadline_s = deadline_s
+        self.request = build_request(
+            model=model, request_id=self.request_id, prompts=prompts, options=options
+        )
+        self._address = address
+        self._rows = tuple(_Row() for _ in prompts.rows)
+        self._clock = clock
+        self._started = clock()
+
+    @property
+    def complete(self) -> bool:
+        """Every row has sent its last chunk."""
+        return all(row.finish_reason for row in self._rows)
+
+    def receive(self, response: Any) -> Chunk | None:
+        """The chunk in a ``ModelStreamInferResponse`` or None; raises the error that the server reports."""
+        if response.error_message:
+            raise error_from_text(response.error_message)
+        values = read_response(response.infer_response)
+        if values is None:
+            return None
+        if not 0 <= values.row < len(self._rows):
+            raise IncompleteAnswerError(
+                f"the server at {self._address} answered row {values.row} of a request of {len(self._rows)} "
+                "rows; is this model the `ddtree` of this project?"
+            )
+        now_s = self._clock() - self._started
+        self._rows[values.row].add(values, now_s)
+        return Chunk(
+            text=values.text,
+            token_ids=values.token_ids,
+            row=values.row,
+            final=values.finish_reason != "",
+            finish_reason=values.finish_reason,
+            elapsed_s=now_s,
+        )
+
+    def transport_error(self, code: str, details: str) -> DDTreeClientError:
+        """The exception for a stream that ended with gRPC status ``code``."""
+        return error_from_status(code, details, address=self._address, deadline_s=self.deadline_s)
+
+    def results(self) -> tuple[Result, ...]:
+        """One result per row. Raises IncompleteAnswerError while a row has not sent its last chunk."""
+        missing = [index for index, row in enumerate(self._rows) if not row.finish_reason]
+        if missing:
+            raise IncompleteAnswerError(
+                f"the answer is not complete (rows {missing} of {len(self._rows)} have no last chunk): "
+                "the stream was not read to its end, was cancelled, or the server closed it early"
+            )
+        return tuple(row.result() for row in self._rows)
+
+
+def _newest(new: int | None, old: int) -> int:
+    return old if new is None else new
