@@ -1,0 +1,191 @@
+"""Builds draft trees from a drafter's candidates: exactly the most probable nodes, best first.
+
+The probability of a node is the product of the drafter's probabilities along its path from the root. Under
+factorised marginals the `N` most probable nodes form a tree, and that tree has the greatest expected number
+of accepted tokens of all trees with `N` nodes (DDTree, arXiv 2604.12989, section 3). A heap finds them one by
+one: a node enters it when its parent or its better sibling leaves it, so nothing is scored that is not at the
+edge of the tree.
+
+This module does not know who drafted, who verifies, or what a verified row costs: `budget` decides how many
+nodes pay when a request leaves that open.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from heapq import heappop, heappush
+from math import inf
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ddtree import budget
+from ddtree.errors import InvalidArgument
+from ddtree.types import AUTO_BUDGET, TreeBatch, TreeRequest
+
+_AUTO_STEP = 64  # nodes grown between two looks at whether growing on can still pay
+
+
+def useful_width(nodes: int, depth_count: int) -> int:
+    """Say how many candidates per draft position can matter for a tree of at most `nodes` nodes.
+
+    A node with candidate ranks r_1..r_d (0 = best) is no more probable than any node whose ranks are
+    component-wise at most its own, nor than the prefixes of those, so it can be among the best `nodes` only
+    if Σ_{j≤d} Π_{i≤j} (r_i + 1) ≤ nodes. Position d therefore needs at most nodes - d + 1 candidates, and
+    position 1 the most of all `depth_count` positions.
+    """
+    return nodes if depth_count > 0 else 0
+
+
+def useful_depth(nodes: int) -> int:
+    """Say how many draft positions can matter for a tree of at most `nodes` nodes: the bound for ranks 0."""
+    return nodes
+
+
+def build_trees(request: TreeRequest) -> TreeBatch:
+    """Build one tree per sequence, nodes in best-first order, so that parents precede children.
+
+    Among equally probable nodes the one whose ranks come first in dictionary order is taken, a path before
+    its continuations: the same request always gives the same trees, and a narrower candidate list gives the
+    same tree as long as it is at least `useful_width` wide. Candidates of probability zero are never drafted,
+    and a tree ends early when nothing else is left. Sequences with `AUTO_BUDGET` share one budget, spent
+    where it is most probable to be accepted.
+
+    Args:
+        request: candidates best first in each position, distinct unless their probability is zero.
+
+    Returns:
+        int32 tensors on the CPU, as wide as the largest tree.
+
+    Raises:
+        InvalidArgument: a budget below -1, or an automatic one without round costs.
+    """
+    budgets: list[int] = request.budgets.tolist()
+    _check(request, budgets)
+    log_probs: list[list[list[float]]] = request.top_log_probs.tolist()
+    trees = [
+        _Tree(rows, width=1 if chain else len(rows[0]) if rows else 0)
+        for rows, chain in zip(log_probs, request.is_chain.tolist(), strict=True)
+    ]
+    fixed = [index for index, nodes in enumerate(budgets) if nodes != AUTO_BUDGET]
+    automatic = [index for index, nodes in enumerate(budgets) if nodes == AUTO_BUDGET]
+    for index in fixed:
+        _Frontier(trees, [index]).grow(budgets[index])
+    if automatic:
+        fixed_costs = [cost for index in fixed for cost in trees[index].costs[1:]]
+        _grow_while_it_pays(trees, automatic, fixed_costs, request.round_cost_ms.cpu().numpy())
+    return _pack(trees, request.top_ids.cpu().numpy())
+
+
+def _check(request: TreeRequest, budgets: list[int]) -> None:
+    for index, nodes in enumerate(budgets):
+        if nodes < AUTO_BUDGET:
+            raise InvalidArgument.of(
+                f"budgets[{index}]", "must be 0 or more", nodes, f"or {AUTO_BUDGET} to have it chosen"
+            )
+    if AUTO_BUDGET in budgets and request.round_cost_ms.numel() == 0:
+        raise InvalidArgument.of(
+            "round_cost_ms", f"must not be empty with a budget of {AUTO_BUDGET}", [], "give measured costs"
+        )
+
+
+class _Tree:
+    """One growing tree; entry 0 of every list but `parents`, `depths` and `ranks` is the root."""
+
+    __slots__ = ("costs", "depths", "log_probs", "parents", "ranks", "width")
+
+    def __init__(self, log_probs: list[list[float]], width: int) -> None:
+        self.log_probs = log_probs  # [D][K]
+        self.width = width
+        self.costs: list[float] = [0.0]  # minus the path's log-probability
+        self.parents: list[int] = []
+        self.depths: list[int] = []
+        self.ranks: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self.parents)
+
+    def cut(self, count: int) -> None:
+        """Keep the first `count` nodes; a prefix of a best-first order is a tree."""
+        del self.costs[count + 1 :], self.parents[count:], self.depths[count:], self.ranks[count:]
+
+
+class _Frontier:
+    """The nodes just outside the trees of some sequences, and the joint order in which those trees grew."""
+
+    def __init__(self, trees: Sequence[_Tree], members: Sequence[int]) -> None:
+        self.owners: list[int] = []  # sequence of each node taken
+        self.costs: list[float] = []  # minus log-probability of each node taken, ascending
+        self._trees = trees
+        # An entry is (cost, sequence, ranks, parent): ranks are unique within a sequence, so the comparison
+        # never gets to the parent, and their order is the documented one among equals.
+        self._heap: list[tuple[float, int, tuple[int, ...], int]] = []
+        for index in members:
+            rows = trees[index].log_probs
+            if rows and trees[index].width and rows[0][0] > -inf:
+                heappush(self._heap, (-rows[0][0], index, (0,), 0))
+
+    def grow(self, limit: int) -> bool:
+        """Take nodes until `limit` are taken; say whether any are left."""
+        heap = self._heap
+        while heap and len(self.owners) < limit:
+            cost, index, ranks, parent = heappop(heap)
+            tree = self._trees[index]
+            rows, depth, rank = tree.log_probs, len(ranks), ranks[-1]
+            tree.costs.append(cost)
+            tree.parents.append(parent)
+            tree.depths.append(depth)
+            tree.ranks.append(rank)
+            self.owners.append(index)
+            self.costs.append(cost)
+            rank += 1
+            if rank < tree.width and rows[depth - 1][rank] > -inf:
+                sibling_cost = tree.costs[parent] - rows[depth - 1][rank]
+                heappush(heap, (sibling_cost, index, (*ranks[:-1], rank), parent))
+            if depth < len(rows) and rows[depth][0] > -inf:
+                heappush(heap, (cost - rows[depth][0], index, (*ranks, 0), len(tree)))
+        return bool(heap)
+
+
+def _grow_while_it_pays(
+    trees: Sequence[_Tree],
+    automatic: Sequence[int],
+    fixed_costs: list[float],
+    round_cost_ms: NDArray[np.float32],  # [R]
+) -> None:
+    """Grow the automatic sequences' trees in their joint order to the node count `budget` chooses."""
+    frontier = _Frontier(trees, automatic)
+    fixed_probs = np.exp(-np.asarray(fixed_costs, dtype=np.float64))
+    limit = max(0, len(round_cost_ms) - len(trees) - len(fixed_probs))
+    goal, pays = 0, True
+    path_probs = np.empty(0)
+    while pays and goal < limit:
+        goal = min(limit, goal + _AUTO_STEP)
+        some_left = frontier.grow(goal)
+        path_probs = np.exp(-np.asarray(frontier.costs, dtype=np.float64))
+        pays = some_left and budget.may_pay(path_probs, len(trees), round_cost_ms, fixed_probs)
+    count = budget.choose(path_probs, len(trees), round_cost_ms, fixed_probs)
+    kept = np.bincount(np.asarray(frontier.owners[:count], dtype=np.int64), minlength=len(trees))
+    for index in automatic:
+        trees[index].cut(int(kept[index]))
+
+
+def _pack(
+    trees: Sequence[_Tree],
+    top_ids: NDArray[np.int32],  # [S, D, K]
+) -> TreeBatch:
+    counts = np.array([len(tree) for tree in trees], dtype=np.int32)
+    shape = (len(trees), int(counts.max(initial=0)))
+    tokens, parents, depths = (np.zeros(shape, dtype=np.int32) for _ in range(3))
+    for index, tree in enumerate(trees):
+        count = len(tree)
+        parents[index, :count] = tree.parents
+        depths[index, :count] = tree.depths
+        tokens[index, :count] = top_ids[index, depths[index, :count] - 1, tree.ranks]
+    return TreeBatch(
+        tokens=torch.from_numpy(tokens),
+        parents=torch.from_numpy(parents),
+        depths=torch.from_numpy(depths),
+        counts=torch.from_numpy(counts),
+    )

@@ -1,0 +1,1 @@
+"""Slow, obvious references that the fast code is compared with."""
