@@ -157,14 +157,10 @@ def _grow_while_it_pays(
     """Grow the automatic sequences' trees in their joint order to the node count `budget` chooses."""
     frontier = _Frontier(trees, automatic)
     fixed_probs = np.exp(-np.asarray(fixed_costs, dtype=np.float64))
-    limit = max(0, len(round_cost_ms) - len(trees) - len(fixed_probs))
-    goal, pays = 0, True
-    path_probs = np.empty(0)
-    while pays and goal < limit:
-        goal = min(limit, goal + _AUTO_STEP)
-        some_left = frontier.grow(goal)
+    path_probs, some_left = np.empty(0), True
+    while some_left and budget.may_pay(path_probs, len(trees), round_cost_ms, fixed_probs):
+        some_left = frontier.grow(len(frontier.owners) + _AUTO_STEP)
         path_probs = np.exp(-np.asarray(frontier.costs, dtype=np.float64))
-        pays = some_left and budget.may_pay(path_probs, len(trees), round_cost_ms, fixed_probs)
     count = budget.choose(path_probs, len(trees), round_cost_ms, fixed_probs)
     kept = np.bincount(np.asarray(frontier.owners[:count], dtype=np.int64), minlength=len(trees))
     for index in automatic:

@@ -36,7 +36,6 @@ def ancestor_bits(
     rows = torch.arange(num_nodes + 1, device=parents.device)
     own = parents.new_zeros(num_nodes + 1, num_nodes // WORD_BITS + 1, dtype=torch.int64)
     own[rows, rows // WORD_BITS] = torch.ones_like(rows) << rows % WORD_BITS
-    own[:, 0] |= 1
     bits = own.expand(num_sequences, -1, -1)
     jump = parents_from_root(parents, counts)
     # Pointer doubling: after k steps a row holds its nearest 2^k nodes upwards, and `jump` leads past them.

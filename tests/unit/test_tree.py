@@ -186,6 +186,20 @@ def test_automatic_budget_spends_what_choose_says_and_leaves_others_alone(
     assert int(trees.counts.sum()) == len(fixed) + chosen
 
 
+def test_fixed_nodes_take_rows_before_the_automatic_ones() -> None:
+    # Six rows cost nothing extra, the seventh a fortune: what is fixed leaves that much less to choose.
+    sure, costs = [[-0.01, -9.0]] * 5, [10.0] * 6 + [1000.0] * 9
+    for fixed in range(5):
+        trees = build_trees(make_request([sure, sure], [fixed, AUTO_BUDGET], costs=costs))
+        assert trees.counts.tolist() == [fixed, 4 - fixed]
+
+
+def test_automatic_tree_grows_as_long_as_it_pays() -> None:
+    wide = np.log(np.full((4, 5), 0.2)).tolist()
+    trees = build_trees(make_request([wide], [AUTO_BUDGET], costs=[10.0] * 600))
+    assert trees.counts.tolist() == [599]
+
+
 def test_automatic_chain_stays_a_chain() -> None:
     log_probs = [[-0.5, -0.9]] * 4
     trees = build_trees(make_request([log_probs], [AUTO_BUDGET], chains=[True], costs=[10.0] * 20))
