@@ -1,0 +1,92 @@
+# `make` or `make help` lists what there is. Everything happens inside .venv/ and .cache/ of this folder.
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help setup demo serve test lint bench clean
+
+PYTHON ?= python3
+PIP_ARGS ?=
+HTTP_PORT ?= 8000
+GRPC_PORT ?= 8001
+METRICS_PORT ?= 8002
+HOST ?= 127.0.0.1
+MODEL ?=
+DRAFT ?=
+TOPOLOGY ?= bls
+DTYPE ?=
+TESTS ?=
+BENCH_ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PREREQUISITES := deploy/local/ddtree_local/prerequisites.py
+REQUIREMENTS := $(wildcard requirements/*.txt)
+PACKAGES := python_backends client deploy/local
+# What `make lint` checks; Triton fixes the name model.py, so those are checked one by one.
+CHECKED := $(wildcard python_backends/ddtree client/ddtree_client deploy/local/ddtree_local benchmarks tests)
+MODELS := $(wildcard model_repository/*/1/model.py)
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@echo
+	@echo "Variables: PYTHON=python3.11  interpreter for .venv (CPython 3.10, 3.11 or 3.12)"
+	@echo "           HTTP_PORT GRPC_PORT METRICS_PORT HOST   where serve listens ($(HTTP_PORT) $(GRPC_PORT) $(METRICS_PORT) $(HOST))"
+	@echo "           MODEL=… DRAFT=…  checkpoint folders of target and drafter; DTYPE=float32|bfloat16"
+	@echo "           TOPOLOGY=bls|in_process"
+	@echo "           TESTS=tests/unit  part of the tests;  BENCH_ARGS='…'  arguments of the benchmark"
+	@echo "           PIP_ARGS='…'  more arguments for pip in setup: for instance --extra-index-url with"
+	@echo "           PyTorch's index of CPU builds, which saves gigabytes on a machine without a GPU"
+
+setup: $(STAMP) ## make .venv with the pinned requirements and the three packages
+	@echo "$(VENV) is ready"
+
+$(STAMP): $(REQUIREMENTS) $(PACKAGES:=/pyproject.toml) $(PREREQUISITES)
+	@python=""; \
+	for candidate in "$(PYTHON)" python3.12 python3.11 python3.10; do \
+	    if "$$candidate" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null; \
+	    then python="$$candidate"; break; fi; \
+	done; \
+	if [ -z "$$python" ]; then \
+	    echo "missing prerequisite: Python: no CPython 3.10, 3.11 or 3.12 found (tried $(PYTHON), python3.12," \
+	         "python3.11, python3.10); install one and say make setup PYTHON=/path/to/python3.11" >&2; exit 1; \
+	fi; \
+	"$$python" $(PREREQUISITES); \
+	echo "Making $(VENV) with $$("$$python" --version); the first time takes a few minutes."; \
+	if ! "$(BIN)/python" -c 'import sys; sys.exit(sys.argv[1] != "%d.%d" % sys.version_info[:2])' \
+	    "$$("$$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')" 2>/dev/null; \
+	then "$$python" -m venv --clear $(VENV); fi
+	@# Quiet only where nobody watches: torch alone is a long download.
+	@$(BIN)/python -m pip install --disable-pip-version-check $(if $(CI),--quiet) $(PIP_ARGS) \
+	    $(addprefix -r ,$(filter-out requirements/constraints.txt,$(REQUIREMENTS)))
+	@# Editable and without dependencies: those are the pinned ones above.
+	@$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps $(PIP_ARGS) \
+	    $(addprefix -e ./,$(PACKAGES))
+	@touch $@
+
+demo: $(STAMP) ## bring the demo pair, start Triton, stream an answer, compare with plain decoding
+	@exec $(BIN)/python -m ddtree_local.demo
+
+serve: $(STAMP) ## keep Triton up with the demo pair, or MODEL=… DRAFT=…, until Ctrl-C
+	@exec $(BIN)/python -m ddtree_local.serve --host $(HOST) --http-port $(HTTP_PORT) --grpc-port $(GRPC_PORT) \
+	    --metrics-port $(METRICS_PORT) --topology $(TOPOLOGY) \
+	    $(if $(MODEL),--model "$(MODEL)") $(if $(DRAFT),--draft "$(DRAFT)") $(if $(DTYPE),--dtype $(DTYPE))
+
+test: $(STAMP) ## every test that needs no GPU, those against the real server included
+	@$(BIN)/python -m pytest $(TESTS)
+
+lint: $(STAMP) ## ruff (rules and format) and mypy on all packages
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy $(CHECKED)
+	@for model in $(MODELS); do $(BIN)/mypy "$$model"; done
+
+bench: $(STAMP) ## plain, chain and tree decoding side by side, and the peers; writes benchmarks/results/
+	@$(BIN)/python -m benchmarks.run $(BENCH_ARGS)
+
+clean: ## remove .venv, caches and build leftovers
+	rm -rf $(VENV) .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+	rm -rf $(PACKAGES:=/build) $(PACKAGES:=/*.egg-info)
