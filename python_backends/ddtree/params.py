@@ -142,7 +142,7 @@ def validate(raw: RawRequest, limits: Limits, text: TextCodec) -> GenerationPara
         exclude_input_in_output=raw.exclude_input_in_output is not False,
         stream=bool(raw.stream),
         temperature=0.0 if is_greedy else cast("float", raw.temperature),
-        top_k=max(raw.top_k or 0, 0),
+        top_k=0 if is_greedy else max(raw.top_k or 0, 0),
         top_p=raw.top_p or 1.0,
         min_p=raw.min_p or 0.0,
         seed=raw.seed or 0,

@@ -41,10 +41,11 @@ class TextCodec:
         stop_ids = read_stop_ids(folder)
         try:
             tokenizer = AutoTokenizer.from_pretrained(folder, clean_up_tokenization_spaces=False)
-        except (OSError, ValueError, KeyError) as error:
+        except Exception as error:
+            cause = " ".join(str(error).split())[:200]
             raise CheckpointError(
-                f"{folder}: no tokenizer can be loaded ({error}); "
-                "expected tokenizer.json and tokenizer_config.json"
+                f"{folder}: its tokenizer cannot be loaded; "
+                f"expected tokenizer.json and tokenizer_config.json ({cause})"
             ) from error
         return cls(tokenizer, stop_ids)
 

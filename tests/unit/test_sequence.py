@@ -1,0 +1,151 @@
+"""What a sequence keeps of the tokens it is given, what it shows of them, and what it counts."""
+
+from __future__ import annotations
+
+from itertools import count
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ddtree.params import GenerationParams
+from ddtree.sequence import Delta, Sequence, SequenceState
+from ddtree.text import TextCodec
+from tests.fakes import tokenizers
+
+EOS = 1
+
+
+@pytest.fixture(scope="module")
+def codec() -> TextCodec:
+    return TextCodec(tokenizers.byte_level(), stop_ids=frozenset({EOS}))
+
+
+def start(codec: TextCodec, **params: Any) -> Sequence:
+    settings = {"prompt_ids": (7, 8), "max_tokens": 100, "stop_ids": frozenset({EOS}), **params}
+    return Sequence(GenerationParams(**settings), session_id=3, decoder=codec, clock=count(5).__next__)
+
+
+def letters(codec: TextCodec, text: str) -> list[int]:
+    """One token per ASCII character."""
+    return [token for letter in text for token in codec.encode(letter)]
+
+
+def test_a_round_gives_its_text_and_goes_on(codec: TextCodec) -> None:
+    sequence = start(codec)
+    ids = letters(codec, "abc")
+    assert sequence.append(ids[:1]) == Delta("a", (ids[0],))
+    assert sequence.append(ids[1:], draft_tokens=4) == Delta("bc", tuple(ids[1:]))
+    assert sequence.all_ids == [7, 8, *ids]
+    assert sequence.length == 5
+    assert sequence.root_token == ids[-1]
+    assert sequence.remaining_tokens == 97
+    assert not sequence.is_finished
+
+
+def test_a_stop_id_is_kept_in_the_ids_and_not_in_the_text(codec: TextCodec) -> None:
+    sequence = start(codec)
+    a, b, c = letters(codec, "abc")
+    assert sequence.append([a, b, EOS, c], draft_tokens=8) == Delta("ab", (a, b, EOS), "stop")
+    assert sequence.output_ids == [a, b, EOS]
+    assert sequence.state is SequenceState.FINISHED
+
+
+def test_a_stop_id_that_has_text_is_not_shown(codec: TextCodec) -> None:
+    a, b = letters(codec, "ab")
+    assert start(codec, stop_ids=frozenset({b})).append([a, b]) == Delta("a", (a, b), "stop")
+
+
+def test_ignore_eos_goes_on(codec: TextCodec) -> None:
+    a, b = letters(codec, "ab")
+    assert start(codec, ignore_eos=True).append([a, EOS, b]) == Delta("ab", (a, EOS, b))
+
+
+def test_max_tokens_is_never_overshot(codec: TextCodec) -> None:
+    ids = letters(codec, "abcdef")
+    sequence = start(codec, max_tokens=4)
+    sequence.append(ids[:1])
+    assert sequence.append(ids[1:], draft_tokens=9) == Delta("bcd", tuple(ids[1:4]), "length")
+
+
+def test_a_stop_id_in_the_last_place_counts_as_stop(codec: TextCodec) -> None:
+    a, b = letters(codec, "ab")
+    assert start(codec, max_tokens=2).append([a, EOS, b]).finish_reason == "stop"
+
+
+def test_a_stop_string_inside_a_round_cuts_text_and_ids(codec: TextCodec) -> None:
+    ids = letters(codec, "abXYcd")
+    sequence = start(codec, stop_strings=("XY",))
+    assert sequence.append(ids, draft_tokens=7) == Delta("ab", tuple(ids[:4]), "stop")
+
+
+def test_a_stop_string_over_two_rounds_never_leaks(codec: TextCodec) -> None:
+    ids = letters(codec, "abXYcd")
+    sequence = start(codec, stop_strings=("XY",))
+    assert sequence.append(ids[:3]) == Delta("ab", tuple(ids[:3]))
+    assert sequence.append(ids[3:], draft_tokens=7) == Delta("", (ids[3],), "stop")
+
+
+def test_held_back_text_comes_with_the_last_delta(codec: TextCodec) -> None:
+    ids = letters(codec, "abX")
+    assert start(codec, stop_strings=("XY",), max_tokens=3).append(ids) == Delta("abX", tuple(ids), "length")
+    assert start(codec, stop_strings=("XY",)).append([*ids, EOS]) == Delta("abX", (*ids, EOS), "stop")
+    sequence = start(codec, stop_strings=("XY",))
+    sequence.append(ids)
+    assert sequence.cancel() == Delta("X", (), "cancelled")
+    assert sequence.is_finished
+
+
+def test_a_stop_string_of_broken_bytes_is_found_at_the_end(codec: TextCodec) -> None:
+    ids = [*letters(codec, "a"), codec.encode("\N{ROCKET}")[0]]
+    sequence = start(codec, stop_strings=("\ufffd",), max_tokens=2)
+    assert sequence.append(ids) == Delta("a", tuple(ids), "stop")
+
+
+def test_accepted_tokens_are_counted_over_what_was_emitted(codec: TextCodec) -> None:
+    ids = letters(codec, "abcdefgh")
+    sequence = start(codec)
+    sequence.append(ids[:1])
+    assert sequence.stats.rounds == sequence.stats.draft_tokens == sequence.stats.accepted_tokens == 0
+    sequence.append(ids[1:4], draft_tokens=16)
+    assert (sequence.stats.accepted_tokens, sequence.stats.emitted_tokens) == (2, 4)
+    sequence.append([ids[4], EOS, *ids[5:]], draft_tokens=16)
+    stats = sequence.stats
+    assert (stats.rounds, stats.draft_tokens, stats.accepted_tokens, stats.emitted_tokens) == (2, 32, 4, 6)
+    assert stats.acceptance_rate == 4 / 32
+    assert stats.acceptance_length == 5 / 2
+    assert (stats.prompt_tokens, stats.arrival_ns, stats.first_token_ns) == (2, 5, 6)
+
+
+def test_a_whole_path_counts_its_draft_tokens_without_the_bonus_token(codec: TextCodec) -> None:
+    sequence = start(codec, max_tokens=3)
+    sequence.append(letters(codec, "abc"), draft_tokens=2)
+    assert sequence.stats.accepted_tokens == 2
+
+
+@settings(deadline=None)
+@given(
+    text=st.text("abXY ", max_size=20),
+    cuts=st.lists(st.integers(1, 5), min_size=1, max_size=6),
+    stops=st.lists(st.text("abXY ", min_size=1, max_size=3), max_size=2),
+    max_tokens=st.integers(1, 20),
+)
+def test_rounds_of_any_size_end_as_rounds_of_one_token(
+    codec: TextCodec, text: str, cuts: list[int], stops: list[str], max_tokens: int
+) -> None:
+    ids = [*letters(codec, text), EOS]
+    ends = []
+    for sizes in ([1], cuts):
+        sequence = start(codec, stop_strings=tuple(stops), max_tokens=max_tokens)
+        position, shown = 0, ""
+        for turn in count():
+            size = sizes[turn % len(sizes)]
+            delta = sequence.append(ids[position : position + size], draft_tokens=4)
+            position, shown = position + size, shown + delta.text
+            if delta.finish_reason:
+                break
+        ends.append((shown, delta.finish_reason, sequence.output_ids))
+    assert ends[0] == ends[1]
+    assert len(ends[0][2]) <= max_tokens
+    assert not any(stop in ends[0][0] for stop in stops)
