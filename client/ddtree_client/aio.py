@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from ddtree_client.channel import CHANNEL_OPTIONS, checked_address, credentials
 from ddtree_client.client import HEALTH_TIMEOUT_S
-from ddtree_client.errors import error_from_status
+from ddtree_client.errors import DDTreeClientError, error_from_status
 from ddtree_client.exchange import Exchange
 from ddtree_client.health import STAGE_MODELS, Health, describe_request, read_description, read_index
 from ddtree_client.types import Chunk, GenerateOptions, Message, Result, Tls
@@ -152,9 +152,7 @@ class AsyncClient:
         index = await self._unary("RepositoryIndex", service_pb2.RepositoryIndexRequest(), timeout_s)
         models = read_index(index)
         stages = {
-            model.name: read_description(
-                await self._unary("ModelInfer", describe_request(model.name), timeout_s)
-            )
+            model.name: await self._describe(model.name, timeout_s)
             for model in models
             if model.name in STAGE_MODELS and model.ready
         }
@@ -205,6 +203,12 @@ class AsyncClient:
         async for _ in self._send(exchange):
             pass
         return exchange.results()
+
+    async def _describe(self, model: str, timeout_s: float) -> Mapping[str, Any]:
+        try:
+            return read_description(await self._unary("ModelInfer", describe_request(model), timeout_s))
+        except DDTreeClientError as error:  # a stage that cannot speak is part of the picture
+            return {"error": error.message}
 
     async def _unary(self, method: str, request: Any, timeout_s: float) -> Any:
         try:

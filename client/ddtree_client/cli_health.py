@@ -6,6 +6,7 @@ Reads and prints; exit code 1 says that requests would fail now.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 import click
@@ -65,7 +66,15 @@ def print_health(state: Health, console: Console) -> None:
         models.add_row(entry.name, entry.version, f"{entry.state}{note}")
     console.print(models)
     for name, description in state.stages.items():
-        facts = ", ".join(
-            f"{key} {value}" for key, value in description.items() if not isinstance(value, dict)
-        )
-        console.print(f"{name}: {facts}")
+        console.print(f"{name}: {_holds(description)}")
+
+
+def _holds(description: Mapping[str, Any]) -> str:
+    """What a stage holds now, then the plain facts about it."""
+    usage = description.get("usage")
+    parts = []
+    if isinstance(usage, Mapping):
+        parts.append(f"{usage.get('sessions')} sessions")
+        parts.append(f"{usage.get('pages_used')} of {usage.get('pages_total')} KV pages used")
+    parts += [f"{key} {value}" for key, value in description.items() if isinstance(value, str | int | float)]
+    return " · ".join(parts)

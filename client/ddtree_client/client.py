@@ -6,7 +6,7 @@ answers look like is in `wire`, what an answer means in `exchange`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ import grpc
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from ddtree_client.channel import CHANNEL_OPTIONS, checked_address, credentials
-from ddtree_client.errors import error_from_status
+from ddtree_client.errors import DDTreeClientError, error_from_status
 from ddtree_client.exchange import Exchange
 from ddtree_client.health import STAGE_MODELS, Health, describe_request, read_description, read_index
 from ddtree_client.types import Chunk, GenerateOptions, Message, Result, Tls
@@ -148,7 +148,7 @@ class Client:
         live = self._unary("ServerLive", service_pb2.ServerLiveRequest(), timeout_s).live
         models = read_index(self._unary("RepositoryIndex", service_pb2.RepositoryIndexRequest(), timeout_s))
         stages = {
-            model.name: read_description(self._unary("ModelInfer", describe_request(model.name), timeout_s))
+            model.name: self._describe(model.name, timeout_s)
             for model in models
             if model.name in STAGE_MODELS and model.ready
         }
@@ -196,6 +196,12 @@ class Client:
         for _ in self._send(exchange):
             pass
         return exchange.results()
+
+    def _describe(self, model: str, timeout_s: float) -> Mapping[str, Any]:
+        try:
+            return read_description(self._unary("ModelInfer", describe_request(model), timeout_s))
+        except DDTreeClientError as error:  # a stage that cannot speak is part of the picture
+            return {"error": error.message}
 
     def _unary(self, method: str, request: Any, timeout_s: float) -> Any:
         try:
