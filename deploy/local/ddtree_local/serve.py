@@ -1,0 +1,109 @@
+"""`python -m ddtree_local.serve`: keeps a Triton server up with a pair of checkpoints until told to stop."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import cast
+
+import click
+
+from ddtree_local.demo_target import ensure_demo_target
+from ddtree_local.errors import LocalTritonError, ServerStartError
+from ddtree_local.ports import Ports
+from ddtree_local.progress import waiting
+from ddtree_local.project import find_project
+from ddtree_local.server import LocalTriton
+from ddtree_local.serving import (
+    ORCHESTRATOR,
+    ServedPair,
+    Topology,
+    check_prerequisites,
+    local_server,
+    sigterm_as_interrupt,
+)
+
+_POLL_S = 3600.0  # only how long one look at the server's end lasts; Ctrl-C interrupts it
+_FOLDER = click.Path(path_type=Path)
+
+
+def _greeting(server: LocalTriton, log: Path) -> str:
+    generate = f"http://{server.http_url}/v2/models/{ORCHESTRATOR}/generate"
+    return f"""Ready. Listening on
+  gRPC    {server.grpc_url}
+  HTTP    {server.http_url}
+  metrics {server.metrics_url}/metrics
+  log     {log}
+Try
+  {Path(sys.prefix) / "bin" / "ddtree"} generate --url {server.grpc_url} "Why is the sky blue?"
+  curl -s {generate} -d '{{"text_input": "The sky is blue because", "max_tokens": 32}}'
+Stop with Ctrl-C."""
+
+
+def _serve(server: LocalTriton, log: Path) -> None:
+    with sigterm_as_interrupt():
+        try:
+            with waiting("Starting Triton and loading the models"):
+                server.start()
+            click.echo(_greeting(server, log))
+            while not server.wait(_POLL_S):
+                pass
+        except KeyboardInterrupt:
+            click.echo("\nStopping.")
+            server.stop()
+            return
+        report = server.stop()
+        raise ServerStartError(f"the server ended by itself (exit code {report.exit_code}; log: {log})")
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--model", type=_FOLDER, help="Checkpoint folder of the target. Default: the demo target.")
+@click.option("--draft", type=_FOLDER, help="Checkpoint folder of the drafter. Default: the demo's.")
+@click.option("--topology", type=click.Choice(["bls", "in_process"]), default="bls", show_default=True)
+@click.option(
+    "--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), help="Default: the checkpoint's."
+)
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option(
+    "--http-port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0: a free one."
+)
+@click.option(
+    "--grpc-port", type=click.IntRange(0, 65535), default=8001, show_default=True, help="0: a free one."
+)
+@click.option("--metrics-port", type=click.IntRange(0, 65535), default=8002, show_default=True)
+def main(
+    *,
+    model: Path | None,
+    draft: Path | None,
+    topology: str,
+    dtype: str | None,
+    host: str,
+    http_port: int,
+    grpc_port: int,
+    metrics_port: int,
+) -> None:
+    """Keep a Triton server up with a target and its drafter."""
+    try:
+        check_prerequisites()
+        project = find_project()
+        if draft is None and model is not None:
+            raise LocalTritonError(
+                "drafter (DRAFT, --draft): not given; a target of your own needs its own drafter"
+            )
+        pair = ServedPair(
+            target=model or ensure_demo_target(project.demo_target_cache),
+            draft=draft or project.demo_draft,
+            topology=cast(Topology, topology),
+            dtype=dtype,
+        )
+        log = project.root / ".cache" / "serve.log"
+        server = local_server(
+            project, pair, host=host, ports=Ports(http_port, grpc_port, metrics_port), log_path=log
+        )
+        _serve(server, log)
+    except LocalTritonError as error:
+        raise click.ClickException(str(error)) from None
+
+
+if __name__ == "__main__":
+    main()
