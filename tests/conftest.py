@@ -1,0 +1,115 @@
+"""Fixtures for every test: the demo target, real Triton servers, and the check that nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import pytest
+
+from ddtree_local.command import OWNER_VARIABLE
+from ddtree_local.demo_target import ensure_demo_target
+from ddtree_local.server import SHM_PREFIX, LocalTriton
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@dataclass(frozen=True)
+class Leftovers:
+    """What is left of servers: empty when all is well."""
+
+    processes: tuple[int, ...]  # pids of tritonserver and its stubs
+    regions: tuple[str, ...]  # names in /dev/shm
+
+    @property
+    def nothing(self) -> bool:
+        return not self.processes and not self.regions
+
+
+def leftovers_of(marker: str) -> Leftovers:
+    """What is left of servers whose shared-memory prefix starts with `marker`."""
+    regions = sorted(region.name for region in Path("/dev/shm").glob(f"{marker}*"))
+    return Leftovers(tuple(_processes_of(marker)), tuple(regions))
+
+
+def _processes_of(marker: str) -> list[int]:
+    wanted = f"{OWNER_VARIABLE}={marker}".encode()
+    found = []
+    for folder in Path("/proc").iterdir():
+        if not folder.name.isdigit():
+            continue
+        try:
+            environment = (folder / "environ").read_bytes()
+        except OSError:
+            continue  # ended meanwhile, or another user's
+        if any(variable.startswith(wanted) for variable in environment.split(b"\0")):
+            found.append(int(folder.name))
+    return found
+
+
+class StartTriton(Protocol):
+    """Makes a started server that is stopped when its test (or module, session) ends."""
+
+    def __call__(self, model_repository: Path, **options: Any) -> LocalTriton: ...
+
+
+@pytest.fixture(scope="session")
+def left_behind() -> Callable[[str], Leftovers]:
+    """Looks for what servers with a given mark (`LocalTriton.shm_prefix`, or its beginning) left."""
+    return leftovers_of
+
+
+@pytest.fixture(scope="session")
+def project_root() -> Path:
+    return ROOT
+
+
+@pytest.fixture(scope="session")
+def demo_target() -> Path:
+    """Checkpoint folder of SmolLM2-135M-Instruct; brought on first use."""
+    return ensure_demo_target(ROOT / ".cache" / "demo-target", progress=False)
+
+
+@pytest.fixture(scope="session")
+def demo_draft() -> Path:
+    """Checkpoint folder of the demo's drafter."""
+    return ROOT / "drafters" / "smollm2-135m-dflash-pilot"
+
+
+def _started_servers() -> Iterator[StartTriton]:
+    servers: list[LocalTriton] = []
+
+    def start(model_repository: Path, **options: Any) -> LocalTriton:
+        server = LocalTriton(model_repository, **options)
+        servers.append(server)
+        server.start()
+        return server
+
+    try:
+        yield start
+    finally:
+        for server in servers:
+            server.stop()
+
+
+@pytest.fixture
+def start_triton() -> Iterator[StartTriton]:
+    """Starts servers (arguments of LocalTriton) that live as long as the test."""
+    yield from _started_servers()
+
+
+@pytest.fixture(scope="module")
+def start_module_triton() -> Iterator[StartTriton]:
+    """Starts servers that live as long as the module's tests: loading the demo pair takes seconds."""
+    yield from _started_servers()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nothing_left_behind() -> Iterator[None]:
+    """After the last test: no process and no shared memory of a server that this run started."""
+    yield
+    left = leftovers_of(f"{SHM_PREFIX}{os.getpid()}_")
+    assert left.nothing, f"this run's servers left {left}"
