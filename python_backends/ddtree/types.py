@@ -93,7 +93,9 @@ class TreeRequest:
     top_log_probs: torch.Tensor  # [S, D, K] float32
     budgets: torch.Tensor  # [S] int32
     is_chain: torch.Tensor  # [S] bool
-    round_cost_ms: torch.Tensor  # [R] float32: a round's milliseconds when r + 1 rows are verified; may be empty
+    round_cost_ms: (
+        torch.Tensor
+    )  # [R] float32: a round's milliseconds when r + 1 rows are verified; may be empty
 
 
 AUTO_BUDGET = -1
@@ -167,6 +169,9 @@ class VerifierInfo:
     vocab_size: int
     context_length: int  # most tokens a sequence may hold, prompt and output
     max_nodes: int  # most draft nodes one sequence may verify in a step
+    pool_slots: int  # KV slots of the whole pool
+    feature_size: int  # width of a projected context feature
+    feature_dtype: str
     draft_hash: str  # hash of the drafter's projection this stage loaded
     cost_rows: tuple[int, ...]  # verified rows whose cost was measured at load
     cost_ms: tuple[float, ...]
@@ -178,8 +183,6 @@ class DrafterInfo:
     """What the orchestrator must know of the loaded drafter."""
 
     block_size: int
-    hidden_size: int
-    feature_dtype: str
     draft_hash: str
     cost_ms: float  # one draft of one sequence, measured at load
     usage: Usage

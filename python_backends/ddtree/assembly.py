@@ -1,0 +1,112 @@
+"""Builds stage objects from a deployment's settings: the only place that knows all their parts."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from ddtree.config import ServingConfig
+from ddtree.draft import Drafter, DrafterLimits
+from ddtree.models import loading
+from ddtree.models.dflash import DFlashDraft, FeatureProjection
+from ddtree.models.draft_checkpoint import DraftCheckpoint, draft_hash, open_checkpoint
+from ddtree.models.packed import can_pack, pack, packed_linear
+from ddtree.models.target import TargetModel
+from ddtree.stages.in_process import InProcessStages
+from ddtree.verify import TargetVerifier, VerifierLimits
+
+_LOG = logging.getLogger(__name__)
+_MIB = 1 << 20
+
+
+def load_verifier(config: ServingConfig) -> TargetVerifier:
+    """Load the target with the drafter's projection and measure what verifying costs here.
+
+    Raises:
+        CheckpointError: target or draft cannot be used, or do not fit each other.
+    """
+    return _build_verifier(config, _load_target(config))
+
+
+def load_drafter(config: ServingConfig) -> Drafter:
+    """Load the drafter with the target's embedding and head, for a process of its own.
+
+    Raises:
+        CheckpointError: target or draft cannot be used, or do not fit each other.
+    """
+    _set_threads(config)
+    draft = _open_draft(config)
+    dtype = loading.resolve_dtype(config.dtype, loading.read_target_config(config.target))
+    tables = loading.load_tables(config.target, dtype=dtype, device=loading.choose_device(config.device))
+    return _build_drafter(config, draft, tables.embedding, packed_linear(tables.head))
+
+
+def load_in_process(config: ServingConfig) -> InProcessStages:
+    """Load both stages into this process; embedding and head exist once.
+
+    Raises:
+        CheckpointError: target or draft cannot be used, or do not fit each other.
+    """
+    target = _load_target(config)
+    drafter = _build_drafter(config, _open_draft(config), target.embedding, target.head)
+    return InProcessStages(_build_verifier(config, target), drafter)
+
+
+def _load_target(config: ServingConfig) -> TargetModel:
+    _set_threads(config)
+    taps = _open_draft(config).config.target_layer_ids
+    device = loading.choose_device(config.device)
+    return TargetModel.load(config.target, dtype=config.dtype, device=device, taps=taps)
+
+
+def _build_verifier(config: ServingConfig, target: TargetModel) -> TargetVerifier:
+    draft = _open_draft(config)
+    verifier = TargetVerifier(
+        target,
+        FeatureProjection.load(draft, dtype=target.dtype, device=target.device),
+        VerifierLimits(
+            kv_cache_bytes=config.kv_cache_mib * _MIB,
+            page_size=config.page_size,
+            max_nodes=config.max_nodes,
+            session_ttl_s=float(config.session_ttl_s),
+        ),
+        draft_hash=draft_hash(config.draft),
+        feature_size=draft.config.hidden_size,
+    )
+    verifier.measure_cost()
+    _LOG.info("target loaded from %s", config.target)
+    return verifier
+
+
+def _build_drafter(
+    config: ServingConfig, draft: DraftCheckpoint, embedding: torch.Tensor, head: torch.nn.Module
+) -> Drafter:
+    model = DFlashDraft.load(draft, embedding.dtype, embedding.device).requires_grad_(False)
+    if can_pack(embedding.device, embedding.dtype):
+        pack(model)
+    drafter = Drafter(
+        model,
+        DrafterLimits(
+            kv_cache_bytes=config.draft_kv_cache_mib * _MIB,
+            page_size=config.page_size,
+            session_ttl_s=float(config.session_ttl_s),
+        ),
+        embedding=embedding,
+        head=head,
+        draft_hash=draft_hash(config.draft),
+    )
+    drafter.measure_cost()
+    _LOG.info("drafter loaded from %s", config.draft)
+    return drafter
+
+
+def _open_draft(config: ServingConfig) -> DraftCheckpoint:
+    draft = open_checkpoint(config.draft)
+    draft.check_against_target(loading.read_target_config(config.target))
+    return draft
+
+
+def _set_threads(config: ServingConfig) -> None:
+    if config.threads:
+        torch.set_num_threads(config.threads)

@@ -1,0 +1,110 @@
+"""The deployment's settings: one frozen dataclass, validated where it is built.
+
+Triton hands a model its `parameters` as strings; `${NAME}` and `${NAME:-default}` in them are taken from the
+environment, so that one model repository serves any checkpoint. This module reads no checkpoint.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from ddtree.errors import ConfigError
+
+_VARIABLE = re.compile(r"\$\{(?P<name>[A-Za-z_][A-Za-z0-9_]*)(?::-(?P<default>[^}]*))?\}")
+_CHOICES = {
+    "topology": ("bls", "in_process"),
+    "dtype": ("auto", "bfloat16", "float16", "float32"),
+}
+
+
+def expand(value: str, environment: Mapping[str, str]) -> str:
+    """Replace `${NAME}` and `${NAME:-default}` in a parameter; unset without default becomes empty."""
+
+    def replace(match: re.Match[str]) -> str:
+        return environment.get(match["name"]) or match["default"] or ""
+
+    return _VARIABLE.sub(replace, value)
+
+
+@dataclass(frozen=True)
+class ServingConfig:
+    """Settings of one deployment; every stage reads the part it needs.
+
+    Raises:
+        ConfigError: a value breaks its rule; the message names the parameter, the rule and the value.
+    """
+
+    target: Path
+    draft: Path
+    topology: str = "bls"
+    device: str = "auto"  # auto: CUDA when there is one
+    dtype: str = "auto"  # auto: what the checkpoint says
+    threads: int = 0  # CPU threads of a stage; 0: all cores
+    kv_cache_mib: int = 512  # bytes of the verifier's pages, projected features included
+    draft_kv_cache_mib: int = 128
+    page_size: int = 64  # KV slots in a page
+    prefill_chunk: int = 128  # prompt tokens the target reads in one call
+    max_sequences: int = 32  # sequences decoded at the same time
+    max_waiting: int = 256  # sequences that may wait for a place
+    max_nodes: int = 256  # most draft nodes a request may ask for
+    session_ttl_s: int = 600  # a session nobody touched for so long is dropped
+
+    def __post_init__(self) -> None:
+        for name, allowed in _CHOICES.items():
+            if getattr(self, name) not in allowed:
+                raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
+        for name in ("kv_cache_mib", "draft_kv_cache_mib", "page_size", "prefill_chunk", "max_sequences",
+                     "max_nodes", "session_ttl_s"):  # fmt: skip
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("threads", "max_waiting"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} must not be negative, got {getattr(self, name)}")
+
+    @classmethod
+    def from_parameters(
+        cls, parameters: Mapping[str, str], environment: Mapping[str, str] | None = None
+    ) -> ServingConfig:
+        """Build from strings; unknown names and values that are no whole numbers are refused.
+
+        Raises:
+            ConfigError: the parameter is unknown, missing, or not of its type.
+        """
+        environment = os.environ if environment is None else environment
+        known = {field.name: field for field in fields(cls)}
+        values: dict[str, Any] = {}
+        for name, raw in parameters.items():
+            if name not in known:
+                raise ConfigError(f"unknown parameter {name!r}; known are {', '.join(sorted(known))}")
+            text = expand(raw, environment).strip()
+            if not text:
+                continue  # unset: the default of the field
+            values[name] = _convert(name, text, str(known[name].type))
+        for name in ("target", "draft"):
+            if name not in values:
+                raise ConfigError(
+                    f"{name} is not set; name the checkpoint folder in the parameter or in DDTREE_{name.upper()}"
+                )
+        return cls(**values)
+
+    @classmethod
+    def from_triton(cls, model_config: Mapping[str, Any]) -> ServingConfig:
+        """Build from a Triton model configuration (the parsed JSON), see `from_parameters`."""
+        parameters = model_config.get("parameters", {})
+        return cls.from_parameters({name: entry["string_value"] for name, entry in parameters.items()})
+
+
+def _convert(name: str, text: str, type_name: str) -> Any:
+    if type_name == "Path":
+        return Path(text)
+    if type_name == "int":
+        try:
+            return int(text)
+        except ValueError:
+            raise ConfigError(f"{name} must be a whole number, got {text!r}") from None
+    return text

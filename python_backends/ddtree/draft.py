@@ -1,0 +1,191 @@
+"""The drafter stage: one block-diffusion forward per round over all sequences, and the best candidates of it.
+
+It owns the drafter's context cache and borrows embedding and output head from the target. It knows sessions
+by id and how much context they hold; it never sees a tree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ddtree.budget import measure
+from ddtree.kv_cache import CacheShape, KvPool
+from ddtree.models.dflash import DFlashDraft
+from ddtree.models.draft_config import DraftConfig
+from ddtree.sessions import Session, SessionTable
+from ddtree.types import DrafterInfo, DraftRequest, DraftResult, Usage
+
+_COST_CONTEXT = 256  # context tokens behind which the draft's cost is measured
+_COST_WIDTH = 16
+
+
+@dataclass(frozen=True)
+class DrafterLimits:
+    """Sizes of a drafter stage."""
+
+    kv_cache_bytes: int
+    page_size: int
+    session_ttl_s: float
+
+
+class Drafter:
+    """The DFlash drafter with its sessions. One call at a time.
+
+    Slots of one session: `[0, length)` hold the context's keys and values. The block's own are recomputed
+    every round and never stored.
+    """
+
+    def __init__(
+        self,
+        model: DFlashDraft,
+        limits: DrafterLimits,
+        *,
+        embedding: torch.Tensor,
+        head: nn.Module,
+        draft_hash: str,
+    ) -> None:
+        """Allocate the context cache.
+
+        Args:
+            model: the drafter's layers, on the device and in the dtype of `embedding`.
+            limits: sizes.
+            embedding: the target's token embedding `[V, H]`.
+            head: the target's output head, `[n, H]` to `[n, V]`.
+            draft_hash: hash of the draft checkpoint.
+        """
+        self._model = model
+        self._config: DraftConfig = model.config
+        self._embedding = embedding
+        self._head = head
+        self._draft_hash = draft_hash
+        self._device = embedding.device
+        self.feature_dtype = embedding.dtype
+        self.pool = KvPool(
+            CacheShape(
+                len(self._config.layers),
+                self._config.num_kv_heads,
+                self._config.head_dim,
+                dtype=embedding.dtype,
+            ),
+            budget_bytes=limits.kv_cache_bytes,
+            page_size=limits.page_size,
+            device=self._device,
+        )
+        self.sessions = SessionTable(self.pool, ttl_s=limits.session_ttl_s)
+        self._cost_ms = 1.0
+
+    def measure_cost(self, repeats: int = 3) -> None:
+        """Time one draft of one sequence on this machine; `info` reports it."""
+        count = min(_COST_CONTEXT, self.pool.total_slots)
+        session = self.sessions.open(0, 0, count)
+        assert session is not None, "the cost is measured before the first session"
+        session.length = count
+        root = torch.zeros(1, dtype=torch.int64, device=self._device)
+        depth = self._config.block_size - 1
+
+        def step(_: int) -> None:
+            self._candidates([session], root, depth, _COST_WIDTH)
+
+        with torch.inference_mode():
+            self._cost_ms = measure(step, (1,), repeats).ms[0]
+        self.sessions.release(0)
+
+    def info(self) -> DrafterInfo:
+        """What the orchestrator must know."""
+        return DrafterInfo(self._config.block_size, self._draft_hash, self._cost_ms, self.usage())
+
+    def usage(self) -> Usage:
+        """Sessions and pages held now; sessions past their time are dropped first."""
+        self.sessions.expire()
+        return self.sessions.usage()
+
+    def release(self, session_ids: Sequence[int]) -> Usage:
+        """Drop sessions; unknown ids are ignored."""
+        for session_id in session_ids:
+            self.sessions.release(session_id)
+        return self.usage()
+
+    @torch.inference_mode()
+    def draft(self, request: DraftRequest) -> DraftResult:
+        """Take new context and, if `depth > 0`, give the best candidates of each position.
+
+        Candidates of a sequence that is not OK have log-probability -inf.
+        """
+        self.sessions.expire()
+        status, found = self._open_or_find(request)
+        live = [index for index, session in enumerate(found) if session is not None]
+        sessions = [session for session in found if session is not None]
+        depth = min(request.depth, self._config.block_size - 1)
+        width = min(request.width, self._embedding.shape[0])
+        top_ids = torch.zeros((len(found), depth, width), dtype=torch.int32)
+        top_log_probs = torch.full((len(found), depth, width), -torch.inf)
+        if sessions:
+            self._extend(request, found)
+        if sessions and depth > 0:
+            places = torch.tensor(live)
+            roots = request.root_tokens[places].to(self._device).long()
+            ids, log_probs = self._candidates(sessions, roots, depth, width)
+            top_ids[places], top_log_probs[places] = ids.int().cpu(), log_probs.cpu()
+        return DraftResult(status, top_ids, top_log_probs)
+
+    def check_integrity(self) -> None:
+        """Assert that pages and sessions agree."""
+        self.sessions.check_integrity()
+
+    def _open_or_find(self, request: DraftRequest) -> tuple[torch.Tensor, list[Session | None]]:
+        sessions = request.sessions
+        rows = zip(
+            sessions.ids.tolist(),
+            sessions.epochs.tolist(),
+            sessions.lengths.tolist(),
+            request.reserve.tolist(),
+            strict=True,
+        )
+        outcomes = [self.sessions.open_or_find(*row) for row in rows]
+        status = torch.tensor([outcome for _, outcome in outcomes], dtype=torch.int32)
+        return status, [session for session, _ in outcomes]
+
+    def _extend(self, request: DraftRequest, found: Sequence[Session | None]) -> None:
+        """Add the new context of every live session to its cache, all sequences and layers at once."""
+        rows, slots, positions, start = [], [], [], 0
+        for session, count in zip(found, request.counts.tolist(), strict=True):
+            if session is not None:
+                stop = session.length + count
+                assert stop <= session.pages.capacity, "context overruns the session's pages"
+                rows.append(torch.arange(start, start + count))
+                slots.append(session.pages.slots[session.length : stop])
+                positions.append(torch.arange(session.length, stop, device=self._device))
+                session.length = stop
+            start += count
+        features = request.context_features[torch.cat(rows)].to(self._device)
+        if len(features):
+            keys, values = self._model.context_kv(features, torch.cat(positions))
+            self.pool.write_layers(torch.cat(slots), keys, values)
+
+    def _candidates(
+        self, sessions: Sequence[Session], roots: torch.Tensor, depth: int, width: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Ids and log-probabilities `[S, depth, width]` of the best candidates, best first.
+
+        The block always has the trained width: fewer masks would change every proposal of a non-causal
+        drafter. Only the rows that are wanted go through the output head.
+        """
+        block = torch.full(
+            (len(sessions), self._config.block_size), self._config.mask_token_id, device=self._device
+        )
+        block[:, 0] = roots
+        embeds = nn.functional.embedding(block, self._embedding) * self._config.input_embedding_scale
+        lengths = torch.tensor([session.length for session in sessions], device=self._device)
+        positions = lengths[:, None] + torch.arange(self._config.block_size, device=self._device)
+
+        def read_context(layer: int, sequence: int) -> tuple[torch.Tensor, torch.Tensor]:
+            return self.pool.read(layer, sessions[sequence].pages, sessions[sequence].length)
+
+        hidden = self._model(embeds.to(self.feature_dtype), positions, read_context)[:, 1 : depth + 1]
+        logits = self._model.finish_logits(self._head(hidden)).float()
+        top, ids = logits.topk(width, dim=-1)
+        return ids, top - logits.logsumexp(dim=-1, keepdim=True)

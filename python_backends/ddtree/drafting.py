@@ -1,0 +1,104 @@
+"""The engine's dealings with the drafter: feed it context, take candidates, open lost sessions again.
+
+The drafter is never needed for a right answer. Whatever it loses, the sequence decodes without drafts for a
+round, or for good when it keeps failing.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+
+from ddtree.planner import RoundPlanner, no_trees, spread_trees
+from ddtree.scheduler import Live
+from ddtree.stages.base import Stages
+from ddtree.types import DraftResult, Status, TreeBatch
+
+_LOG = logging.getLogger(__name__)
+_MAX_DRAFT_LOSSES = 3
+
+
+class DraftingLoop:
+    """Everything between a batch of sequences and its draft trees."""
+
+    def __init__(self, stages: Stages, planner: RoundPlanner, *, feed_chunk: int) -> None:
+        """Take the stages; `feed_chunk` is the most context tokens sent in one message when restoring."""
+        self._stages = stages
+        self._planner = planner
+        self._feed_chunk = feed_chunk
+
+    async def draft(self, batch: Sequence[Live]) -> tuple[list[Live], DraftResult | None]:
+        """Candidates for the sequences of `batch` that can have any: (those sequences, their candidates)."""
+        wanting = [live for live in batch if live.draft.is_wanted and live.sequence.remaining_tokens > 1]
+        for live in [live for live in wanting if live.draft.is_lost]:
+            await self._restore(live)
+        wanting = [live for live in wanting if live.draft.is_wanted and not live.draft.is_lost]
+        if not wanting:
+            return [], None
+        result = await self._stages.draft(self._planner.draft(wanting))
+        kept = [index for index, live in enumerate(wanting) if self._settle(live, int(result.status[index]))]
+        if len(kept) == len(wanting):
+            return wanting, result
+        rows = torch.tensor(kept, dtype=torch.int64)
+        fields = (result.status[rows], result.top_ids[rows], result.top_log_probs[rows])
+        return [wanting[index] for index in kept], DraftResult(*fields)
+
+    async def build_trees(
+        self, batch: Sequence[Live], drafting: Sequence[Live], drafts: DraftResult | None
+    ) -> TreeBatch:
+        """One tree per sequence of `batch`; empty for those that did not draft."""
+        if drafts is None or not drafting:
+            return no_trees(len(batch))
+        trees = await self._stages.build_tree(self._planner.trees(drafting, drafts))
+        places = {id(live): place for place, live in enumerate(batch)}
+        return spread_trees(trees, [places[id(live)] for live in drafting], len(batch))
+
+    async def feed(self, batch: Sequence[Live]) -> None:
+        """Deliver owed context without asking for candidates."""
+        owing = [
+            live
+            for live in batch
+            if live.draft.is_wanted and live.draft.pending_ids and not live.draft.is_lost
+        ]
+        if not owing:
+            return
+        result = await self._stages.draft(self._planner.draft(owing, context_only=True))
+        for index, live in enumerate(owing):
+            self._settle(live, int(result.status[index]))
+
+    def _settle(self, live: Live, status: int) -> bool:
+        """Note what became of a delivery; gives whether the drafter has the sequence."""
+        if status == Status.OK:
+            live.draft.delivered()
+            return True
+        if status == Status.POOL_FULL:
+            _LOG.info(
+                "session %d decodes without drafts: the drafter's pool is full", live.sequence.session_id
+            )
+            live.draft.give_up()
+        else:
+            live.draft.lose()
+            if live.draft.losses > _MAX_DRAFT_LOSSES:
+                _LOG.warning(
+                    "session %d decodes without drafts: the drafter keeps losing it", live.sequence.session_id
+                )
+                live.draft.give_up()
+        return False
+
+    async def _restore(self, live: Live) -> None:
+        """Open the drafter's session again from the features that the verifier keeps."""
+        live.draft.forget()
+        ids = live.sequence.all_ids
+        for start in range(0, live.committed, self._feed_chunk):
+            count = min(self._feed_chunk, live.committed - start)
+            result = await self._stages.read_features(self._planner.features(live, start, count))
+            if int(result.status[0]) != Status.OK:
+                live.draft.lose()  # the verifier lost it too: its own recovery comes with this round's verify
+                return
+            live.draft.owe(ids[start : start + count], result.features)
+            if start + count < live.committed:
+                await self.feed([live])
+                if live.draft.is_lost or not live.draft.is_wanted:
+                    return

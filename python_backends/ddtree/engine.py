@@ -1,0 +1,282 @@
+"""The decode loop: draft, build the tree, verify, commit, for all live sequences at once.
+
+One task runs steps while there is work; requests join between steps. The loop is written against `Stages`
+and knows neither Triton nor models.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Awaitable, Callable
+from collections.abc import Sequence as Batch
+from dataclasses import dataclass
+
+from ddtree.detokenize import Decoder
+from ddtree.drafting import DraftingLoop
+from ddtree.errors import Cancelled, DDTreeError, Unavailable
+from ddtree.limits import Limits
+from ddtree.params import GenerationParams
+from ddtree.planner import RoundPlanner
+from ddtree.scheduler import DraftContext, Live, Scheduler, Sink
+from ddtree.sequence import Delta, Sequence, SequenceState
+from ddtree.stages.base import Stages
+from ddtree.types import Status, TreeBatch, VerifyResult
+
+_LOG = logging.getLogger(__name__)
+_MAX_RECOVERIES = 3
+
+
+@dataclass(frozen=True)
+class RoundRecord:
+    """What one packed round did and where its time went."""
+
+    sequences: int
+    nodes: int
+    emitted: int
+    cache_commit_ms: float  # the part of the verify stage that moved the cache
+    stage_ms: dict[str, float]  # draft, build_tree, verify, commit
+
+
+class Engine:
+    """Runs sequences to their end over the given stages."""
+
+    def __init__(
+        self,
+        stages: Stages,
+        decoder: Decoder,
+        *,
+        scheduler: Scheduler,
+        feed_chunk: int = 128,
+        on_round: Callable[[RoundRecord], None] | None = None,
+    ) -> None:
+        self._stages = stages
+        self._decoder = decoder
+        self._scheduler = scheduler
+        self._on_round = on_round
+        self._feed_chunk = feed_chunk
+        self._planner: RoundPlanner | None = None
+        self._drafting: DraftingLoop | None = None
+        self._work = asyncio.Event()
+        self._loop_task: asyncio.Task[None] | None = None
+        self._to_release: list[int] = []
+        self._next_session = secrets.randbits(62)
+
+    async def start(self) -> None:
+        """Ask the stages what they are and begin to take sequences.
+
+        Raises:
+            DDTreeError: a stage does not answer, or the stages do not fit each other.
+        """
+        info = await self._stages.describe()
+        self._planner = RoundPlanner(info)
+        self._drafting = DraftingLoop(self._stages, self._planner, feed_chunk=self._feed_chunk)
+        if self._loop_task is None:
+            self._loop_task = asyncio.get_running_loop().create_task(self._run(), name="ddtree-engine")
+
+    @property
+    def limits(self) -> Limits:
+        """What requests are checked against."""
+        return self._plan.limits
+
+    @property
+    def num_live(self) -> int:
+        """Sequences running or waiting."""
+        return self._scheduler.num_running + self._scheduler.num_waiting
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no sequence is left and the stages have been told of every one that ended."""
+        return not self._scheduler and not self._to_release
+
+    async def generate(self, params: GenerationParams, sink: Sink) -> None:
+        """Run one sequence to its end; every round's delta goes to `sink`.
+
+        Raises:
+            DDTreeError: the sequence could not be finished; nothing is emitted after it.
+        """
+        self._next_session = (self._next_session + 1) % 2**62
+        live = Live(
+            sequence=Sequence(params, self._next_session, self._decoder),
+            sink=sink,
+            done=asyncio.get_running_loop().create_future(),
+            draft=DraftContext(is_wanted=params.draft_mode != "off" and params.tree_budget != 0),
+            node_cap=self._plan.node_cap(params),
+        )
+        self._scheduler.add(live)
+        self._work.set()
+        await live.done
+
+    async def stop(self) -> None:
+        """End the loop and the stages; sequences still running fail as cancelled."""
+        if self._loop_task is not None:
+            self._loop_task.cancel()
+            await asyncio.gather(self._loop_task, return_exceptions=True)
+            self._loop_task = None
+        self._fail(list(self._scheduler), Cancelled("the server is shutting down"))
+        await self._stages.close()
+
+    @property
+    def _plan(self) -> RoundPlanner:
+        assert self._planner is not None, "start comes before anything else"
+        return self._planner
+
+    @property
+    def _drafts(self) -> DraftingLoop:
+        assert self._drafting is not None, "start comes before anything else"
+        return self._drafting
+
+    async def _run(self) -> None:
+        while True:
+            await self._work.wait()
+            if self.is_idle:
+                self._work.clear()
+                continue
+            try:
+                await self._step()
+            except Exception as error:  # noqa: BLE001 - the loop outlives whatever went wrong in a step
+                _LOG.exception("a step failed")
+                wrapped = (
+                    error if isinstance(error, DDTreeError) else Unavailable(f"the engine failed: {error}")
+                )
+                self._fail(list(self._scheduler), wrapped)
+
+    async def _step(self) -> None:
+        self._drop_cancelled()
+        self._scheduler.admit()
+        if prefilling := self._scheduler.prefill_batch():
+            await self._guard([live for live, _ in prefilling], self._prefill(prefilling))
+        if decoding := self._scheduler.decode_batch():
+            await self._guard(decoding, self._round(decoding))
+        await self._release()
+        await asyncio.sleep(0)  # let requests arrive even when no stage call had to wait
+
+    async def _guard(self, batch: list[Live], work: Awaitable[None]) -> None:
+        """Fail the sequences of a stage call that failed, and only those."""
+        try:
+            await work
+        except DDTreeError as error:
+            self._fail([live for live in batch if not live.sequence.is_finished], error)
+
+    async def _prefill(self, batch: Batch[tuple[Live, int]]) -> None:
+        result = await self._stages.prefill(self._plan.prefill(batch))
+        features = result.features.split([count for _, count in batch])
+        for index, (live, count) in enumerate(batch):
+            if not self._is_held(live, int(result.status[index])):
+                continue
+            live.draft.owe(live.sequence.all_ids[live.committed : live.committed + count], features[index])
+            live.committed += count
+            if live.committed == live.to_commit:
+                live.sequence.state = SequenceState.DECODING
+                if not live.sequence.output_ids:  # a reopened sequence knows its root token already
+                    self._append(live, [int(result.next_tokens[index])], None)
+        # An unfinished prompt's context goes to the drafter at once: no message grows with the prompt.
+        await self._drafts.feed(
+            [live for live, _ in batch if live.sequence.state is SequenceState.PREFILLING]
+        )
+
+    async def _round(self, batch: Batch[Live]) -> None:
+        watch = _StopWatch()
+        drafting, drafts = await self._drafts.draft(batch)
+        watch.lap("draft")
+        trees = await self._drafts.build_trees(batch, drafting, drafts)
+        watch.lap("build_tree")
+        verdict = await self._stages.verify(self._plan.verify(batch, trees))
+        watch.lap("verify")
+        emitted = self._commit(batch, trees, verdict)
+        watch.lap("commit")
+        if self._on_round is not None:
+            self._on_round(
+                RoundRecord(len(batch), int(trees.counts.sum()), emitted, verdict.commit_ms, watch.ms)
+            )
+
+    def _commit(self, batch: Batch[Live], trees: TreeBatch, verdict: VerifyResult) -> int:
+        """Append what was accepted to each sequence; gives how many tokens were emitted."""
+        emitted = start = 0
+        nodes = trees.counts.tolist()
+        for index, live in enumerate(batch):
+            if not self._is_held(live, int(verdict.status[index])):
+                continue
+            count = int(verdict.accepted_counts[index])
+            accepted = verdict.accepted_tokens[index, :count].tolist()
+            live.draft.owe([live.sequence.root_token, *accepted], verdict.features[start : start + count + 1])
+            start += count + 1
+            live.committed += count + 1
+            emitted += self._append(live, [*accepted, int(verdict.bonus_tokens[index])], nodes[index])
+        return emitted
+
+    def _is_held(self, live: Live, status: int) -> bool:
+        """Whether the verifier has the sequence's session; if not, the sequence starts again or ends."""
+        if status == Status.OK:
+            return True
+        try:
+            if status == Status.POOL_FULL:
+                self._scheduler.postpone(live)
+            elif live.recoveries == _MAX_RECOVERIES:
+                raise Unavailable(f"the verifier lost the session {_MAX_RECOVERIES + 1} times; retry later")
+            else:
+                _LOG.warning(
+                    "session %d was lost by the verifier, opening it again", live.sequence.session_id
+                )
+                live.reopen()
+        except DDTreeError as error:
+            self._fail([live], error)
+        return False
+
+    def _append(self, live: Live, tokens: list[int], draft_tokens: int | None) -> int:
+        delta = live.sequence.append(tokens, draft_tokens)
+        self._emit(live, delta)
+        return len(delta.token_ids)
+
+    def _emit(self, live: Live, delta: Delta) -> None:
+        try:
+            live.sink.emit(delta, live.sequence.stats)
+        except Exception as error:  # noqa: BLE001 - one caller's broken channel must not touch the others
+            _LOG.exception("session %d cannot be answered", live.sequence.session_id)
+            self._fail([live], Unavailable(f"the answer could not be sent: {error}"))
+            return
+        if delta.finish_reason:
+            self._remove(live)
+            if not live.done.done():
+                live.done.set_result(None)
+
+    def _drop_cancelled(self) -> None:
+        for live in list(self._scheduler):
+            if live.done.done() or live.sink.is_cancelled():
+                self._emit(live, live.sequence.cancel())
+
+    def _fail(self, lives: Batch[Live], error: DDTreeError) -> None:
+        for live in lives:
+            self._remove(live)
+            if not live.done.done():
+                live.done.set_exception(error)
+
+    def _remove(self, live: Live) -> None:
+        self._scheduler.remove(live)
+        self._to_release.append(live.sequence.session_id)
+
+    async def _release(self) -> None:
+        """Drop ended sessions in the stages; what cannot be told is dropped there by its time to live."""
+        if not self._to_release:
+            return
+        session_ids = list(self._to_release)
+        try:
+            await self._stages.release(session_ids)
+        except DDTreeError as error:
+            _LOG.warning("%d sessions could not be released: %s", len(session_ids), error)
+        del self._to_release[: len(session_ids)]  # only now: idle means that the stages know
+
+
+class _StopWatch:
+    """Milliseconds of the stages of one round, by name."""
+
+    def __init__(self) -> None:
+        self.ms: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def lap(self, name: str) -> None:
+        now = time.perf_counter()
+        self.ms[name] = (now - self._last) * 1e3
+        self._last = now

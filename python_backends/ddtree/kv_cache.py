@@ -1,0 +1,147 @@
+"""A fixed pool of pages that holds the committed keys, values and context features of every session.
+
+The pool is allocated once; a session reserves all slots it may ever need when it opens, so a running
+sequence can never find the pool full. Slots of one session, as half-open intervals:
+
+    [0, length)                  committed: owned by the session until it is released
+    [length, length + rows)      staged by the running step: root and draft nodes, in node order
+    [length + rows, capacity)    reserved, holding nothing of meaning
+
+A step stages a tree and then commits a path: the rows of the accepted path become the slots
+`[length, length + path)`. Nothing outside this module assumes that pages lie side by side, but the pool
+prefers that they do: a run of pages is read as a view, scattered pages are gathered.
+
+This module knows nothing of sessions' ids, models or attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class CacheShape:
+    """What one KV slot holds."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    feature_size: int = 0  # width of the context feature kept beside each slot; 0: none
+    dtype: torch.dtype = torch.bfloat16
+
+    @property
+    def bytes_per_slot(self) -> int:
+        """Bytes of keys, values and feature of one token."""
+        values = 2 * self.layers * self.kv_heads * self.head_dim + self.feature_size
+        return values * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Pages:
+    """The pages of one session, in the order of its slots."""
+
+    indices: tuple[int, ...]
+    slots: torch.Tensor  # [capacity] int64, pool slot of each of the session's slots
+    first_slot: int | None  # pool slot of slot 0 when the pages lie side by side
+
+    @property
+    def capacity(self) -> int:
+        """Slots the session may use."""
+        return int(self.slots.shape[0])
+
+
+class KvPool:
+    """Pages of KV slots with a free list. Not thread-safe: one stage owns it."""
+
+    def __init__(self, shape: CacheShape, *, budget_bytes: int, page_size: int, device: torch.device) -> None:
+        """Allocate as many whole pages as fit into `budget_bytes` (at least one)."""
+        self.shape = shape
+        self.page_size = page_size
+        self.num_pages = max(1, budget_bytes // (shape.bytes_per_slot * page_size))
+        slots = self.num_pages * page_size
+        # zeros, not empty: a masked slot still meets the softmax's weighted sum, and 0 x NaN is NaN
+        self.keys_values = torch.zeros(
+            (shape.layers, 2, slots, shape.kv_heads, shape.head_dim), dtype=shape.dtype, device=device
+        )
+        self.features = torch.zeros((slots, shape.feature_size), dtype=shape.dtype, device=device)
+        self._is_free = [True] * self.num_pages
+        self._used = 0
+
+    @property
+    def pages_used(self) -> int:
+        """Pages held by sessions."""
+        return self._used
+
+    @property
+    def total_slots(self) -> int:
+        """Slots of the whole pool."""
+        return self.num_pages * self.page_size
+
+    def reserve(self, slots: int) -> Pages | None:
+        """Take pages for `slots` KV slots, side by side if possible; None when too few are free."""
+        wanted = -(-slots // self.page_size)
+        if wanted > self.num_pages - self._used:
+            return None
+        start = self._find_run(wanted)
+        if start is not None:
+            indices = tuple(range(start, start + wanted))
+        else:
+            free = (page for page in range(self.num_pages) if self._is_free[page])
+            indices = tuple(page for page, _ in zip(free, range(wanted), strict=False))
+        for page in indices:
+            self._is_free[page] = False
+        self._used += wanted
+        starts = torch.tensor(indices, dtype=torch.int64, device=self.features.device) * self.page_size
+        offsets = torch.arange(self.page_size, device=starts.device)
+        all_slots = (starts[:, None] + offsets).reshape(-1)
+        return Pages(indices, all_slots, None if start is None else start * self.page_size)
+
+    def _find_run(self, wanted: int) -> int | None:
+        run = 0
+        for page, is_free in enumerate(self._is_free):
+            run = run + 1 if is_free else 0
+            if run == wanted:
+                return page - wanted + 1
+        return None
+
+    def release(self, pages: Pages) -> None:
+        """Give pages back; giving them back twice is a bug."""
+        for page in pages.indices:
+            assert not self._is_free[page], f"page {page} was given back twice"
+            self._is_free[page] = True
+        self._used -= len(pages.indices)
+
+    def read(self, layer: int, pages: Pages, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of slots `[0, stop)`, each `[stop, kv_heads, head_dim]`; a view when possible."""
+        keys, values = self.keys_values[layer]
+        if pages.first_slot is not None:
+            span = slice(pages.first_slot, pages.first_slot + stop)
+            return keys[span], values[span]
+        slots = pages.slots[:stop]
+        return keys.index_select(0, slots), values.index_select(0, slots)
+
+    def write(self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Store rows `[n, kv_heads, head_dim]` of one layer at pool slots `[n]`."""
+        self.keys_values[layer, 0].index_copy_(0, slots, keys)
+        self.keys_values[layer, 1].index_copy_(0, slots, values)
+
+    def write_layers(self, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Store rows `[layers, n, kv_heads, head_dim]` of all layers at pool slots `[n]`."""
+        self.keys_values[:, 0].index_copy_(1, slots, keys)
+        self.keys_values[:, 1].index_copy_(1, slots, values)
+
+    def move(self, source: torch.Tensor, destination: torch.Tensor) -> None:
+        """Copy whole slots, all layers at once; all are read before any is written, so they may overlap."""
+        rows = self.keys_values.index_select(2, source)
+        self.keys_values.index_copy_(2, destination, rows)
+
+    def check_integrity(self, owners: Iterable[Pages]) -> None:
+        """Assert that every page is either free or owned exactly once, and that the counters agree."""
+        owned = [page for pages in owners for page in pages.indices]
+        assert len(owned) == len(set(owned)), "a page has two owners"
+        assert all(not self._is_free[page] for page in owned), "a page is owned and free"
+        assert self._used == len(owned), f"{self._used} pages are counted used, {len(owned)} are owned"
+        assert self._is_free.count(True) == self.num_pages - len(owned), "a page is neither free nor owned"

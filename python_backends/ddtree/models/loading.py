@@ -1,0 +1,151 @@
+"""Reading a target checkpoint folder, and saying in one line what is wrong with it.
+
+This module knows the files of a transformers checkpoint; it does not know what is done with the model.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from ddtree.errors import CheckpointError
+
+_EMBEDDING_SUFFIX = "embed_tokens.weight"
+_HEAD_NAME = "lm_head.weight"
+_DRAFT_ARCHITECTURES = ("DFlashDraftModel", "DFlash2DraftModel")
+
+
+@dataclass(frozen=True)
+class TargetTables:
+    """The two tables a drafter borrows from its target."""
+
+    embedding: torch.Tensor  # [V, H]
+    head: torch.Tensor  # [V, H]; the same tensor when the target ties them
+
+
+def choose_device(name: str) -> torch.device:
+    """Resolve `auto` to CUDA when there is one."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(name)
+
+
+def read_target_config(folder: Path) -> PretrainedConfig:
+    """Read the target's configuration.
+
+    Raises:
+        CheckpointError: no such folder, no readable `config.json`, or a draft given as the target.
+    """
+    path = folder / "config.json"
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"target: {folder} is not a folder; give the folder of a transformers checkpoint"
+        )
+    try:
+        architectures = json.loads(path.read_text()).get("architectures") or []
+    except (OSError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"target: {path} must be a readable JSON object ({error})") from None
+    if any(name in _DRAFT_ARCHITECTURES for name in architectures):
+        raise CheckpointError(
+            f"target: {path} names {architectures[0]}, a draft model; were target and draft swapped?"
+        )
+    try:
+        config: PretrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True)
+    except (ValueError, KeyError, OSError) as error:
+        raise CheckpointError(
+            f"target: {path} is not a configuration that transformers reads ({error})"
+        ) from None
+    return config
+
+
+def resolve_dtype(name: str, config: PretrainedConfig) -> torch.dtype:
+    """Resolve `auto` to the checkpoint's own dtype (float32 when it does not say)."""
+    chosen = getattr(config, "dtype", None) or torch.float32 if name == "auto" else getattr(torch, name)
+    return getattr(torch, chosen) if isinstance(chosen, str) else chosen
+
+
+def load_target(folder: Path, *, dtype: torch.dtype, device: torch.device, attention: str) -> PreTrainedModel:
+    """Load a causal LM with its attention replaced by the registered one named `attention`.
+
+    Raises:
+        CheckpointError: files are missing, truncated, or tensors are missing from them.
+    """
+    read_target_config(folder)
+    _check_files(folder)
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=dtype,
+            attn_implementation=attention,
+            local_files_only=True,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        reason = " ".join(str(error).split())[:400]
+        raise CheckpointError(f"target: {folder} could not be loaded: {reason}") from None
+    for kind in ("missing_keys", "mismatched_keys"):
+        if names := sorted(str(name) for name in report.get(kind) or ()):
+            raise CheckpointError(
+                f"target: {folder} has {len(names)} {kind.replace('_', ' ')}, the first is {names[0]}; "
+                "the weights do not belong to this config.json"
+            )
+    return model.to(device).eval().requires_grad_(False)
+
+
+def load_tables(folder: Path, *, dtype: torch.dtype, device: torch.device) -> TargetTables:
+    """Read only the embedding and output head of a target, for a drafter in a process of its own.
+
+    Raises:
+        CheckpointError: the folder is no target checkpoint, or has no embedding.
+    """
+    config = read_target_config(folder)
+    files = _check_files(folder)
+    embedding = head = None
+    for path in files:
+        with safe_open(path, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 - not a dict
+                if name.endswith(_EMBEDDING_SUFFIX):
+                    embedding = tensors.get_tensor(name)
+                elif name == _HEAD_NAME:
+                    head = tensors.get_tensor(name)
+    if embedding is None:
+        raise CheckpointError(
+            f"target: no tensor *.{_EMBEDDING_SUFFIX} in {folder}; a drafter needs the embedding"
+        )
+    if head is None and not getattr(config, "tie_word_embeddings", False):
+        raise CheckpointError(f"target: no tensor {_HEAD_NAME} in {folder}, and config.json does not tie it")
+    embedding = embedding.to(device, dtype)
+    return TargetTables(embedding, embedding if head is None else head.to(device, dtype))
+
+
+def _check_files(folder: Path) -> list[Path]:
+    """Give the checkpoint's safetensors files; CheckpointError names the one that does not open."""
+    files = sorted(folder.glob("*.safetensors"))
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        named = set(json.loads(index.read_text()).get("weight_map", {}).values())
+        if missing := sorted(named - {path.name for path in files}):
+            raise CheckpointError(f"target: {folder / missing[0]} is named in {index.name} but is not there")
+        files = [path for path in files if path.name in named]
+    if not files:
+        raise CheckpointError(
+            f"target: no *.safetensors file in {folder}; only safetensors checkpoints are read"
+        )
+    for path in files:
+        try:
+            with safe_open(path, framework="pt"):
+                pass
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"target: {path} is not a whole safetensors file ({error})") from None
+    return files
+
+
+def context_length(config: Any) -> int:
+    """Most positions the target was made for."""
+    return int(config.get_text_config().max_position_embeddings)

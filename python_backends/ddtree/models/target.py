@@ -1,0 +1,135 @@
+"""The target: a transformers causal LM driven one packed step at a time.
+
+No model code of ours: the model's own forward runs with our attention (registered with transformers) and
+without its cache. Context features are read by hooks from the decoder layers at the drafter's taps. This
+module knows nothing of sessions, trees or acceptance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from ddtree.attention import sdpa
+from ddtree.attention.plan import StepPlan
+from ddtree.errors import CheckpointError
+from ddtree.kv_cache import CacheShape
+from ddtree.models import loading, packed
+
+
+@dataclass(frozen=True)
+class TargetStep:
+    """What one packed forward gives."""
+
+    logits: torch.Tensor  # [kept rows, V]
+    taps: tuple[torch.Tensor, ...]  # per tap layer [rows, H]
+
+
+class TargetModel:
+    """A loaded target with taps. One forward at a time: the hooks write into this object."""
+
+    def __init__(self, model: PreTrainedModel, taps: Sequence[int]) -> None:
+        """Take a model that was loaded with our attention.
+
+        Args:
+            model: the causal LM.
+            taps: decoder layers whose outputs the drafter reads, in the drafter's order.
+        """
+        self.model = model
+        self.config = model.config.get_text_config()
+        self.taps = tuple(taps)
+        self.vocab_size = int(self.config.vocab_size)
+        self.context_length = loading.context_length(model.config)
+        self._captured: dict[int, torch.Tensor] = {}
+        layers = _decoder_layers(model)
+        for layer in self.taps:
+            if not 0 <= layer < len(layers):
+                raise CheckpointError(
+                    f"draft: tap layer {layer} is outside the target's 0..{len(layers) - 1}"
+                )
+            layers[layer].register_forward_hook(self._capture(layer))
+
+    @classmethod
+    def load(cls, folder: Path, *, dtype: str, device: torch.device, taps: Sequence[int]) -> TargetModel:
+        """Load from a checkpoint folder; on a CPU its modules are replaced by faster ones where possible.
+
+        Raises:
+            CheckpointError: the folder is no usable target.
+        """
+        resolved = loading.resolve_dtype(dtype, loading.read_target_config(folder))
+        model = loading.load_target(folder, dtype=resolved, device=device, attention=sdpa.register())
+        target = cls(model, taps)
+        if packed.can_pack(device, resolved):
+            packed.pack(model)
+        return target
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of activations and cache."""
+        dtype: torch.dtype = self.model.dtype
+        return dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model lives."""
+        device: torch.device = self.model.device
+        return device
+
+    @property
+    def embedding(self) -> torch.Tensor:
+        """Token embedding `[V, H]`, shared with a drafter in the same process."""
+        weight: torch.Tensor = self.model.get_input_embeddings().weight
+        return weight
+
+    @property
+    def head(self) -> nn.Module:
+        """The output head as a module: `[..., H]` to `[..., V]`."""
+        head: nn.Module = self.model.get_output_embeddings()
+        return head
+
+    def cache_shape(self, feature_size: int) -> CacheShape:
+        """What the target stores per KV slot, with a projected feature of `feature_size` beside it."""
+        heads = int(self.config.num_attention_heads)
+        head_dim = getattr(self.config, "head_dim", None) or int(self.config.hidden_size) // heads
+        kv_heads = int(getattr(self.config, "num_key_value_heads", None) or heads)
+        return CacheShape(
+            int(self.config.num_hidden_layers), kv_heads, int(head_dim), feature_size, self.dtype
+        )
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        token_ids: torch.Tensor,  # [rows] int64
+        plan: StepPlan,
+        keep: torch.Tensor,  # [kept] int64, rows whose logits are wanted
+    ) -> TargetStep:
+        """Run one packed step; keys and values are staged in the plan's slots as a side effect."""
+        output = self.model(
+            input_ids=token_ids[None],
+            position_ids=plan.positions[None],
+            use_cache=False,
+            logits_to_keep=keep,
+            ddtree_plan=plan,
+        )
+        taps = tuple(self._captured[layer][0] for layer in self.taps)
+        self._captured.clear()
+        return TargetStep(output.logits[0], taps)
+
+    def _capture(self, layer: int) -> Any:
+        def hook(_: nn.Module, __: Any, output: Any) -> None:
+            self._captured[layer] = output[0] if isinstance(output, tuple) else output
+
+        return hook
+
+
+def _decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
+    layers = getattr(model.get_decoder(), "layers", None)
+    if not isinstance(layers, nn.ModuleList):
+        raise CheckpointError(f"target: {type(model).__name__} has no list of decoder layers to tap")
+    return layers

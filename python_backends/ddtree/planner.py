@@ -1,0 +1,177 @@
+"""Builds the packed messages of a step from the live sequences, by what the loaded stages can do.
+
+Also decides how far to draft: no deeper than a sequence may still emit, no wider than its budget can use.
+Pure: it calls nothing and keeps no state of a sequence.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ddtree.budget import CostCurve
+from ddtree.limits import Limits
+from ddtree.params import GenerationParams
+from ddtree.scheduler import Live
+from ddtree.stages.base import StageInfo
+from ddtree.tree import useful_width
+from ddtree.types import (
+    AUTO_BUDGET,
+    DraftRequest,
+    DraftResult,
+    FeatureRequest,
+    PrefillRequest,
+    SessionBatch,
+    TreeBatch,
+    TreeRequest,
+    VerifyRequest,
+)
+
+_MOST_AUTO_NODES = 64
+
+
+class RoundPlanner:
+    """Messages for stages described by `info`."""
+
+    def __init__(self, info: StageInfo) -> None:
+        verifier = info.verifier
+        self._draft_depth = info.drafter.block_size - 1
+        self._auto_nodes = min(_MOST_AUTO_NODES, verifier.max_nodes)
+        self._max_nodes = verifier.max_nodes
+        self._feature_size = verifier.feature_size
+        self._feature_dtype = getattr(torch, verifier.feature_dtype)
+        curve = CostCurve(verifier.cost_rows, verifier.cost_ms)
+        self._draft_ms = info.drafter.cost_ms
+        self._round_cost = curve.table(verifier.cost_rows[-1]) + np.float32(self._draft_ms)
+        self._auto_width = _auto_width(self._round_cost, self._auto_nodes)
+        room = verifier.pool_slots - verifier.max_nodes - 1
+        self.limits = Limits.for_target(
+            verifier.vocab_size, min(verifier.context_length, room), max_nodes=verifier.max_nodes
+        )
+
+    def node_cap(self, params: GenerationParams) -> int:
+        """Most draft nodes a round may stage for a sequence with these parameters."""
+        if params.draft_mode == "off":
+            return 0
+        if params.tree_budget != AUTO_BUDGET:
+            return params.tree_budget
+        return self._draft_depth if params.draft_mode == "chain" else self._auto_nodes
+
+    def prefill(self, batch: Sequence[tuple[Live, int]]) -> PrefillRequest:
+        """Read the next `count` uncommitted ids of each sequence."""
+        ids = [live.sequence.all_ids[live.committed : live.committed + count] for live, count in batch]
+        lives = [live for live, _ in batch]
+        return PrefillRequest(
+            sessions=_sessions(lives, lambda live: live.sequence.epoch, lambda live: live.committed),
+            token_ids=_ints([token for chunk in ids for token in chunk]),
+            counts=_ints([count for _, count in batch]),
+            reserve=_ints([_reserved_tokens(live) + live.node_cap + 1 for live in lives]),
+        )
+
+    def draft(self, batch: Sequence[Live], *, context_only: bool = False) -> DraftRequest:
+        """Deliver what the drafter is owed and, unless `context_only`, ask for candidates."""
+        features = [piece for live in batch for piece in live.draft.pending_features]
+        empty = torch.zeros((0, self._feature_size), dtype=self._feature_dtype)
+        return DraftRequest(
+            sessions=_sessions(batch, lambda live: live.draft.epoch, lambda live: live.draft.length),
+            context_ids=_ints([token for live in batch for token in live.draft.pending_ids]),
+            context_features=torch.cat(features) if features else empty,
+            counts=_ints([len(live.draft.pending_ids) for live in batch]),
+            root_tokens=_ints([0 if context_only else live.sequence.root_token for live in batch]),
+            reserve=_ints([_reserved_tokens(live) + self._draft_depth + 1 for live in batch]),
+            depth=0 if context_only else max(self._depth(live) for live in batch),
+            width=0 if context_only else max(self._width(live) for live in batch),
+        )
+
+    def trees(self, batch: Sequence[Live], drafts: DraftResult) -> TreeRequest:
+        """Ask for one tree per drafting sequence, no deeper than the sequence may still emit."""
+        log_probs = drafts.top_log_probs.clone()
+        for index, live in enumerate(batch):
+            log_probs[index, self._depth(live) :] = -math.inf
+        return TreeRequest(
+            top_ids=drafts.top_ids,
+            top_log_probs=log_probs,
+            budgets=_ints([live.sequence.params.tree_budget for live in batch]),
+            is_chain=torch.tensor([live.sequence.params.draft_mode == "chain" for live in batch]),
+            round_cost_ms=torch.from_numpy(self._round_cost),
+        )
+
+    def verify(self, batch: Sequence[Live], trees: TreeBatch) -> VerifyRequest:
+        """Check one tree per sequence, empty or not."""
+        return VerifyRequest(
+            sessions=_sessions(batch, lambda live: live.sequence.epoch, lambda live: live.committed),
+            root_tokens=_ints([live.sequence.root_token for live in batch]),
+            trees=trees,
+        )
+
+    @staticmethod
+    def features(live: Live, start: int, count: int) -> FeatureRequest:
+        """Read back the features of committed tokens `[start, start + count)`."""
+        sessions = _sessions([live], lambda live: live.sequence.epoch, lambda live: live.committed)
+        return FeatureRequest(sessions, _ints([start]), _ints([count]))
+
+    def _depth(self, live: Live) -> int:
+        """Deepest useful draft: an accepted path and its bonus token must fit into what may be emitted."""
+        return max(0, min(self._draft_depth, live.sequence.remaining_tokens - 1, live.node_cap))
+
+    def _width(self, live: Live) -> int:
+        if live.sequence.params.draft_mode == "chain":
+            return 1
+        if live.sequence.params.tree_budget == AUTO_BUDGET:
+            return self._auto_width
+        return useful_width(live.node_cap, self._draft_depth)
+
+
+def _reserved_tokens(live: Live) -> int:
+    return len(live.sequence.params.prompt_ids) + live.sequence.params.max_tokens
+
+
+def _auto_width(round_cost_ms: NDArray[np.float32], most_nodes: int) -> int:
+    """Candidates per position that can matter when the budget follows the cost.
+
+    The candidate of rank r has a probability of at most 1 / (r + 1), and a node pays only if its probability
+    times the rate of a round exceeds what a row costs; a round emits at least one token.
+    """
+    rows = len(round_cost_ms)
+    per_row = (round_cost_ms[-1] - round_cost_ms[0]) / max(1, rows - 1)
+    if per_row <= 0:
+        return most_nodes
+    return int(min(most_nodes, max(4, math.ceil(round_cost_ms[0] / per_row))))
+
+
+def _sessions(
+    batch: Sequence[Live], epoch: Callable[[Live], int], length: Callable[[Live], int]
+) -> SessionBatch:
+    return SessionBatch(
+        ids=torch.tensor([live.sequence.session_id for live in batch], dtype=torch.int64),
+        epochs=_ints([epoch(live) for live in batch]),
+        lengths=_ints([length(live) for live in batch]),
+    )
+
+
+def _ints(values: Sequence[int]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def spread_trees(trees: TreeBatch, positions: Sequence[int], size: int) -> TreeBatch:
+    """Give the trees of some sequences their places in a batch of `size`; the others get empty ones."""
+    if len(positions) == size:
+        return trees
+    index = torch.tensor(positions, dtype=torch.int64)
+
+    def place(field: torch.Tensor) -> torch.Tensor:
+        spread = torch.zeros((size, *field.shape[1:]), dtype=field.dtype, device=field.device)
+        spread[index] = field
+        return spread
+
+    return TreeBatch(place(trees.tokens), place(trees.parents), place(trees.depths), place(trees.counts))
+
+
+def no_trees(size: int) -> TreeBatch:
+    """Empty trees: the round is a plain decoding step."""
+    nothing = torch.zeros((size, 0), dtype=torch.int32)
+    return TreeBatch(nothing, nothing, nothing, torch.zeros(size, dtype=torch.int32))

@@ -1,0 +1,113 @@
+"""The stages as Triton models of their own, reached by business logic scripting (BLS).
+
+Each stage is called by model name with an operation and named arrays; how the call is made is handed in, so
+this module runs without Triton.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import fields
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from ddtree.errors import Unavailable
+from ddtree.stages.base import StageInfo
+from ddtree.types import (
+    DrafterInfo,
+    DraftRequest,
+    DraftResult,
+    FeatureRequest,
+    FeatureResult,
+    PrefillRequest,
+    PrefillResult,
+    TreeBatch,
+    TreeRequest,
+    Usage,
+    VerifierInfo,
+    VerifyRequest,
+    VerifyResult,
+)
+from ddtree.wire import Arrays, decode, encode
+
+DRAFTER, TREE_BUILDER, TARGET_VERIFIER = "drafter", "tree_builder", "target_verifier"
+
+# (model, operation, inputs) to outputs; raises Unavailable when the stage cannot answer.
+StageCall = Callable[[str, str, Arrays], Awaitable[Mapping[str, Any]]]
+_Message = TypeVar("_Message")
+
+
+class BlsStages:
+    """Stages behind BLS; see `Stages`."""
+
+    def __init__(self, call: StageCall) -> None:
+        self._call = call
+        self._feature_dtype: torch.dtype | None = None
+
+    async def describe(self) -> StageInfo:
+        """What is loaded, and what the stages hold now."""
+        verifier, drafter = await asyncio.gather(self._describe(TARGET_VERIFIER), self._describe(DRAFTER))
+        info = StageInfo(read_info(VerifierInfo, verifier), read_info(DrafterInfo, drafter))
+        self._feature_dtype = getattr(torch, info.verifier.feature_dtype)
+        return info
+
+    async def prefill(self, request: PrefillRequest) -> PrefillResult:
+        """Let the target read chunks of committed ids."""
+        return await self._exchange(TARGET_VERIFIER, "prefill", request, PrefillResult)
+
+    async def draft(self, request: DraftRequest) -> DraftResult:
+        """Give the drafter new context and take its candidates."""
+        return await self._exchange(DRAFTER, "draft", request, DraftResult)
+
+    async def build_tree(self, request: TreeRequest) -> TreeBatch:
+        """Make draft trees of candidates."""
+        return await self._exchange(TREE_BUILDER, "build_tree", request, TreeBatch)
+
+    async def verify(self, request: VerifyRequest) -> VerifyResult:
+        """Check trees against the target; the accepted paths are committed in its cache."""
+        return await self._exchange(TARGET_VERIFIER, "verify", request, VerifyResult)
+
+    async def read_features(self, request: FeatureRequest) -> FeatureResult:
+        """Read stored context features back."""
+        return await self._exchange(TARGET_VERIFIER, "read_features", request, FeatureResult)
+
+    async def release(self, session_ids: Sequence[int]) -> None:
+        """Drop sessions in both stages; both are asked even when one does not answer."""
+        arrays = {"session_ids": np.asarray(session_ids, dtype=np.int64)}
+        calls = (self._call(model, "release", arrays) for model in (TARGET_VERIFIER, DRAFTER))
+        outcomes = await asyncio.gather(*calls, return_exceptions=True)
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException):
+                raise outcome
+
+    async def close(self) -> None:
+        """Nothing is held here."""
+
+    async def _exchange(self, model: str, operation: str, request: Any, result: type[_Message]) -> _Message:
+        assert self._feature_dtype is not None, "describe comes before the first call"
+        outputs = await self._call(model, operation, encode(request))
+        try:
+            return decode(result, outputs, self._feature_dtype)
+        except KeyError as error:
+            raise Unavailable(
+                f"stage {model} answered {operation} without {error}; are the versions equal?"
+            ) from None
+
+    async def _describe(self, model: str) -> dict[str, Any]:
+        outputs = await self._call(model, "describe", {})
+        info: dict[str, Any] = json.loads(bytes(outputs["info"][0]))
+        return info
+
+
+def read_info(info_type: type[_Message], values: Mapping[str, Any]) -> _Message:
+    """Build stage information from its JSON form."""
+    arguments = {field.name: values[field.name] for field in fields(info_type)}  # type: ignore[arg-type]
+    arguments["usage"] = Usage(**arguments["usage"])
+    for name, value in arguments.items():
+        if isinstance(value, list):
+            arguments[name] = tuple(value)
+    return info_type(**arguments)

@@ -1,0 +1,99 @@
+"""The stages as objects of this process: no hops, tensors stay where they are.
+
+Computation runs on one thread of its own, so that the event loop goes on serving requests, and so that the
+math library keeps one team of threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from ddtree.stages.base import StageInfo
+from ddtree.tree import build_trees
+from ddtree.types import (
+    DrafterInfo,
+    DraftRequest,
+    DraftResult,
+    FeatureRequest,
+    FeatureResult,
+    PrefillRequest,
+    PrefillResult,
+    TreeBatch,
+    TreeRequest,
+    Usage,
+    VerifyRequest,
+    VerifyResult,
+)
+from ddtree.verify import TargetVerifier
+
+_Result = TypeVar("_Result")
+
+
+class DraftStage(Protocol):
+    """A drafter with its sessions: the DFlash one, or any other that proposes candidates."""
+
+    def info(self) -> DrafterInfo:
+        """What the orchestrator must know."""
+        ...
+
+    def draft(self, request: DraftRequest) -> DraftResult:
+        """Take new context, give candidates."""
+        ...
+
+    def release(self, session_ids: Sequence[int]) -> Usage:
+        """Drop sessions."""
+        ...
+
+
+class InProcessStages:
+    """Stages of one process; see `Stages`."""
+
+    def __init__(self, verifier: TargetVerifier, drafter: DraftStage) -> None:
+        self.verifier = verifier
+        self.drafter = drafter
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="ddtree-stages")
+
+    async def describe(self) -> StageInfo:
+        """What is loaded, and what the stages hold now."""
+        return StageInfo(await self._run(self.verifier.info), await self._run(self.drafter.info))
+
+    async def prefill(self, request: PrefillRequest) -> PrefillResult:
+        """Let the target read chunks of committed ids."""
+        return await self._run(self.verifier.prefill, request)
+
+    async def draft(self, request: DraftRequest) -> DraftResult:
+        """Give the drafter new context and take its candidates."""
+        return await self._run(self.drafter.draft, request)
+
+    async def build_tree(self, request: TreeRequest) -> TreeBatch:
+        """Make draft trees of candidates."""
+        return await self._run(build_trees, request)
+
+    async def verify(self, request: VerifyRequest) -> VerifyResult:
+        """Check trees against the target; the accepted paths are committed in its cache."""
+        return await self._run(self.verifier.verify, request)
+
+    async def read_features(self, request: FeatureRequest) -> FeatureResult:
+        """Read stored context features back."""
+        return await self._run(self.verifier.read_features, request)
+
+    async def release(self, session_ids: Sequence[int]) -> None:
+        """Drop sessions in both stages."""
+        await self._run(self.verifier.release, session_ids)
+        await self._run(self.drafter.release, session_ids)
+
+    async def close(self) -> None:
+        """End the thread."""
+        self._thread.shutdown(wait=False)
+
+    async def _run(self, call: Callable[..., _Result], *arguments: Any) -> _Result:
+        def run() -> _Result:
+            with torch.inference_mode():
+                return call(*arguments)
+
+        return await asyncio.get_running_loop().run_in_executor(self._thread, run)

@@ -1,0 +1,40 @@
+"""Calls a stage model through business logic scripting."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+from ddtree.errors import Unavailable
+from ddtree.wire import Arrays
+
+# What a stage may answer, by operation; Triton wants the wanted outputs named.
+_OUTPUTS = {
+    "describe": ("info",),
+    "release": ("status",),
+    "prefill": ("status", "next_tokens", "features"),
+    "verify": ("status", "accepted_tokens", "accepted_counts", "bonus_tokens", "features", "commit_ms"),
+    "read_features": ("status", "features"),
+    "draft": ("status", "top_ids", "top_log_probs"),
+    "build_tree": ("tokens", "parents", "depths", "counts"),
+}
+
+
+async def call_stage(model: str, operation: str, arrays: Arrays) -> Mapping[str, Any]:
+    """Send one operation to a stage model and give its outputs as arrays.
+
+    Raises:
+        Unavailable: the stage is not there or answered with an error.
+    """
+    op = np.array([operation.encode()], dtype=np.object_)
+    inputs = [pb_utils.Tensor("op", op), *(pb_utils.Tensor(name, array) for name, array in arrays.items())]
+    request = pb_utils.InferenceRequest(
+        model_name=model, requested_output_names=list(_OUTPUTS[operation]), inputs=inputs
+    )
+    response = await request.async_exec()
+    if response.has_error():
+        raise Unavailable(f"stage {model} failed to {operation}: {response.error().message()}; retry later")
+    return {tensor.name(): tensor.as_numpy() for tensor in response.output_tensors()}
