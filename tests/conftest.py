@@ -1,4 +1,4 @@
-"""Fixtures for every test: the demo target, real Triton servers, and the check that nothing is left behind."""
+"""Fixtures for every test: the demo target, real Triton servers, and a check that nothing is left behind."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 
@@ -44,6 +44,10 @@ class StopReport:
     forced: bool  # it had to be killed after its exit timeout
     orphans_killed: int  # stubs that outlived it
     regions_removed: int  # files it left in /dev/shm
+
+
+_NEVER_STARTED = StopReport(exit_code=0, forced=False, orphans_killed=0, regions_removed=0)
+_LOST = StopReport(exit_code=-9, forced=True, orphans_killed=0, regions_removed=0)
 
 
 class LocalTriton:
@@ -181,20 +185,22 @@ class LocalTriton:
         """
         held = self._supervisor
         if held is None:
-            return self._end or StopReport(0, False, 0, 0)
+            return self._end or _NEVER_STARTED
         assert held.stdin is not None
         assert held.stdout is not None
         held.stdin.close()
         if self._end is None:
             self._end = self._read_end(self._options.exit_timeout_s + _SUPERVISOR_SLACK_S)
-        if self._end is None:
-            # Cannot happen short of a stopped supervisor; its server dies with it (PR_SET_PDEATHSIG).
+        if self._end is None or self._end == _LOST:
+            # The supervisor was killed or stopped: its server dies with it (PR_SET_PDEATHSIG), and the stubs soon
+            # notice. Only the shared memory is nobody's work then.
             held.kill()
+            self._end = replace(_LOST, regions_removed=supervisor.clear_shared_memory(self.shm_prefix))
         held.wait()
         held.stdout.close()
         self._supervisor = None
         shutil.rmtree(self._folder, ignore_errors=True)
-        return self._end or StopReport(-9, True, 0, 0)
+        return self._end
 
     def _client_host(self) -> str:
         host = self._options.host
@@ -242,7 +248,7 @@ class LocalTriton:
         if not select.select([held.stdout], [], [], timeout_s)[0]:
             return None
         line = held.stdout.readline()
-        return StopReport(**json.loads(line)) if line else StopReport(-9, True, 0, 0)
+        return StopReport(**json.loads(line)) if line else _LOST
 
     def _wait_until_ready(self) -> None:
         deadline = time.monotonic() + self._ready_timeout_s

@@ -100,7 +100,8 @@ def _clear_orphans() -> int:
     return killed
 
 
-def _clear_shared_memory(prefix: str) -> int:
+def clear_shared_memory(prefix: str) -> int:
+    """Remove the files in /dev/shm whose names start with `prefix`; how many there were."""
     left = list(Path("/dev/shm").glob(f"{prefix}*"))  # noqa: S108 - POSIX shared memory lives there
     for region in left:
         region.unlink(missing_ok=True)
@@ -146,7 +147,7 @@ def main() -> int:
     asked = _wait_for_end(server, owner, wakeup)
     forced = _stop(server, order["exit_timeout_s"]) if asked else False
     orphans = _clear_orphans()
-    regions = _clear_shared_memory(order["shm_prefix"])
+    regions = clear_shared_memory(order["shm_prefix"])
     _say(exit_code=server.returncode, forced=forced, orphans_killed=orphans, regions_removed=regions)
     if not asked:
         select.select([owner], [], [])  # the owner still wants to read the log
