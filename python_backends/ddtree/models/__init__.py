@@ -1,0 +1,1 @@
+"""The models behind the stages: DFlash drafters and transformers targets."""
