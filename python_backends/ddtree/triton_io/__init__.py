@@ -1,0 +1,1 @@
+"""Where the library meets Triton: the only package that imports its Python backend's module."""

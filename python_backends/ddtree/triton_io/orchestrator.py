@@ -1,0 +1,178 @@
+"""The model `ddtree` as Triton sees it: requests in, sequences through the engine, responses out.
+
+Every request ends with exactly one final flag, whatever happens: an exception that escapes a coroutine here
+would leave its caller waiting for ever and the server unable to stop. Knows no stage.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, Protocol
+
+from ddtree.config import ServingConfig
+from ddtree.engine import Engine
+from ddtree.errors import DDTreeError, InvalidArgument
+from ddtree.limits import Limits
+from ddtree.params import GenerationParams, validate
+from ddtree.raw_request import RawRequest
+from ddtree.scheduler import Scheduler, Sink
+from ddtree.stages.base import Stages
+from ddtree.stages.bls import BlsStages
+from ddtree.text import TextCodec
+from ddtree.triton_io.bls_call import call_stage
+from ddtree.triton_io.requests import parse
+from ddtree.triton_io.responses import Answer, stop_outputs
+from ddtree.triton_io.tensors import ResponseChannel, read_inputs
+
+_LOG = logging.getLogger(__name__)
+# BLS calls wait in asyncio's default executor, which has only six threads on two cores.
+_EXECUTOR_THREADS = 32
+_SHORT_PROMPT_BYTES = 4096  # tokenised in less time than it takes to ask another thread
+
+
+class DecodeEngine(Protocol):
+    """What the orchestrator asks of `ddtree.engine.Engine`."""
+
+    @property
+    def limits(self) -> Limits:
+        """What requests are checked against; known once started."""
+        ...
+
+    async def start(self) -> None:
+        """Reach the stages."""
+        ...
+
+    async def generate(self, params: GenerationParams, sink: Sink) -> None:
+        """Run one sequence to its end."""
+        ...
+
+    async def stop(self) -> None:
+        """End everything."""
+        ...
+
+
+class Orchestrator:
+    """Answers requests with an engine."""
+
+    def __init__(self, engine: DecodeEngine, text: TextCodec) -> None:
+        self._engine = engine
+        self._text = text
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._starting = asyncio.Lock()
+        self._is_started = False
+        self._live: defaultdict[str, set[Answer]] = defaultdict(set)
+
+    async def handle(self, requests: Sequence[Any]) -> None:
+        """Answer requests; never raises."""
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()
+            self._loop.set_default_executor(
+                ThreadPoolExecutor(_EXECUTOR_THREADS, thread_name_prefix="ddtree")
+            )
+        await asyncio.gather(*(self._answer(request) for request in requests))
+
+    def close(self) -> None:
+        """End the engine from another thread than the event loop's."""
+        if self._loop is not None and self._loop.is_running():
+            asyncio.run_coroutine_threadsafe(self._engine.stop(), self._loop).result(timeout=10)
+
+    async def _answer(self, request: Any) -> None:
+        channel = ResponseChannel(request)
+        answer = Answer(channel, frozenset(request.requested_output_names()))
+        request_id = request.request_id()
+        try:
+            # Before the first await: the input tensors' memory is Triton's.
+            parsed = parse(read_inputs(request))
+            if parsed.is_stop:
+                self._stop(request_id)
+                channel.send(stop_outputs(), is_final=True)
+            else:
+                await self._generate(request_id, parsed.rows, answer)
+        except DDTreeError as error:
+            answer.fail(error)
+        except Exception:  # noqa: BLE001 - a caller must get an answer
+            _LOG.exception("request %r failed", request_id)
+            answer.fail(DDTreeError(f"the server failed on request {request_id!r}; its log says why"))
+        finally:
+            channel.close()
+
+    async def _generate(self, request_id: str, rows: Sequence[RawRequest], answer: Answer) -> None:
+        self._live[request_id].add(answer)
+        try:
+            await self._start()
+            # All rows before the first one decodes: a refused request costs nobody anything.
+            params = [await self._validate(row, f"row {i}: " * (len(rows) > 1)) for i, row in enumerate(rows)]
+            sinks = [
+                answer.open_row(row, each, partial(self._text.decode, each.prompt_ids))
+                for row, each in enumerate(params)
+            ]
+            # After the first error the answer is over, and the other rows end because nobody waits for them.
+            await asyncio.gather(*(self._engine.generate(*row) for row in zip(params, sinks, strict=True)))
+        finally:
+            self._live[request_id].discard(answer)
+            if not self._live[request_id]:
+                del self._live[request_id]
+
+    def _stop(self, request_id: str) -> None:
+        """Cancel what runs under this id; it may have ended meanwhile, which is no error."""
+        if not request_id:
+            raise InvalidArgument(
+                "stop needs the id of the request to cancel, got none; send it as request id"
+            )
+        for answer in self._live.get(request_id, ()):
+            answer.stop()
+
+    async def _start(self) -> None:
+        # Not in initialize: Triton refuses calls to other models there.
+        if self._is_started:
+            return
+        async with self._starting:
+            if not self._is_started:
+                await self._engine.start()
+                self._is_started = True
+
+    async def _validate(self, raw: RawRequest, prefix: str) -> GenerationParams:
+        check = partial(validate, raw, self._engine.limits, self._text)
+        try:
+            if len(raw.text_input or raw.messages or b"") <= _SHORT_PROMPT_BYTES:
+                return check()
+            return await asyncio.get_running_loop().run_in_executor(None, check)
+        except InvalidArgument as error:
+            raise InvalidArgument(f"{prefix}{error.args[0]}") from error
+
+
+class TritonPythonModel:
+    """Triton's interface."""
+
+    def initialize(self, args: Mapping[str, str]) -> None:
+        """Load what this process needs; an error here stops the server with its message."""
+        config = ServingConfig.from_triton(json.loads(args["model_config"]))
+        text = TextCodec.from_folder(config.target)
+        self._orchestrator = Orchestrator(_build_engine(config, text), text)
+
+    async def execute(self, requests: Sequence[Any]) -> None:
+        """Answer requests; Triton runs this in the background, so that many overlap."""
+        await self._orchestrator.handle(requests)
+
+    def finalize(self) -> None:
+        """End what runs."""
+        self._orchestrator.close()
+
+
+def _build_engine(config: ServingConfig, text: TextCodec) -> Engine:
+    stages: Stages = BlsStages(call_stage)
+    if config.topology == "in_process":
+        # Only here: the models' modules have no business in a process that only calls stages.
+        from ddtree.assembly import load_in_process
+
+        stages = load_in_process(config)
+    scheduler = Scheduler(
+        max_sequences=config.max_sequences, max_waiting=config.max_waiting, prefill_chunk=config.prefill_chunk
+    )
+    return Engine(stages, text, scheduler=scheduler, feed_chunk=config.prefill_chunk)

@@ -1,0 +1,147 @@
+"""Deltas to a request's responses: which arrays, in how many responses, and which one is the last.
+
+Some clients never see an empty last response, so the final flag goes with the last data. Knows arrays and
+names, not Triton: what sends them is a `Channel`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from typing import Any, Final, Protocol
+
+import numpy as np
+
+from ddtree.errors import DDTreeError
+from ddtree.params import GenerationParams
+from ddtree.sequence import Delta, Stats
+
+Arrays = dict[str, np.ndarray[Any, Any]]
+_CANCELLED: Final = "cancelled"
+
+
+class Channel(Protocol):
+    """The way back to a request's caller. No method raises: a caller who went away is no error."""
+
+    def send(self, outputs: Arrays, *, is_final: bool) -> None:
+        """Send one response."""
+        ...
+
+    def fail(self, error: DDTreeError) -> None:
+        """Send an error as the last response."""
+        ...
+
+    def is_cancelled(self) -> bool:
+        """Tell whether the caller went away."""
+        ...
+
+
+class Answer:
+    """The responses of one request, whose rows end in any order; exactly one response is the last."""
+
+    def __init__(self, channel: Channel, wanted: Collection[str]) -> None:
+        self._channel = channel
+        self._wanted = wanted
+        self._open_rows = 0
+        self._is_stopped = False
+        self._is_over = False
+
+    def open_row(self, row: int, params: GenerationParams, prompt_text: Callable[[], str]) -> RowSink:
+        """Add a row; all rows are added before the first one emits.
+
+        Args:
+            row: its place in the request.
+            params: what it asks for.
+            prompt_text: gives the text of the prompt, for callers who want it back.
+        """
+        self._open_rows += 1
+        return RowSink(self, row, params, prompt_text)
+
+    def stop(self) -> None:
+        """Let all rows end as cancelled, since another request asked for it."""
+        self._is_stopped = True
+
+    def fail(self, error: DDTreeError) -> None:
+        """End the whole request with an error, unless it is over."""
+        if not self._is_over:
+            self._is_over = True
+            self._channel.fail(error)
+
+    def is_cancelled(self) -> bool:
+        """Tell whether the rows still live have nobody to answer."""
+        return self._is_over or self._is_stopped or self._channel.is_cancelled()
+
+    def send(self, outputs: Arrays, *, is_last_of_row: bool) -> None:
+        """Send one row's response, the wanted outputs of it."""
+        if self._is_over:
+            return
+        self._open_rows -= is_last_of_row
+        self._is_over = self._open_rows == 0
+        wanted = {name: array for name, array in outputs.items() if name in self._wanted}
+        self._channel.send(wanted, is_final=self._is_over)
+
+
+class RowSink:
+    """Where the engine puts one row's deltas; see `ddtree.scheduler.Sink`."""
+
+    def __init__(
+        self, answer: Answer, row: int, params: GenerationParams, prompt_text: Callable[[], str]
+    ) -> None:
+        self._answer = answer
+        self._row = row
+        self._params = params
+        self._prompt_text = prompt_text
+        self._texts: list[str] = []
+        self._ids: list[int] = []
+
+    def emit(self, delta: Delta, stats: Stats) -> None:
+        """Send a delta, or keep it until the last one when the caller wants a single response."""
+        self._texts.append(delta.text)
+        self._ids += delta.token_ids
+        if not (self._params.stream or delta.finish_reason):
+            return
+        text, ids = "".join(self._texts), tuple(self._ids)
+        self._texts.clear()
+        self._ids.clear()
+        outputs = delta_outputs(Delta(text, ids, delta.finish_reason), stats, self._row)
+        if not (self._params.stream or self._params.exclude_input_in_output):
+            whole = (*self._params.prompt_ids, *ids)
+            outputs |= _text("text_output", self._prompt_text() + text) | _id_outputs(whole)
+        self._answer.send(outputs, is_last_of_row=bool(delta.finish_reason))
+
+    def is_cancelled(self) -> bool:
+        """Tell whether nobody waits for this row any more."""
+        return self._answer.is_cancelled()
+
+
+def delta_outputs(delta: Delta, stats: Stats, row: int) -> Arrays:
+    """Give the outputs of one response; the totals come with the last one of a row."""
+    outputs = _text("text_output", delta.text) | _text("finish_reason", delta.finish_reason)
+    outputs |= _id_outputs(delta.token_ids)
+    counts = {
+        "batch_index": row,
+        "sequence_index": 0,
+        "num_input_tokens": stats.prompt_tokens,
+        "num_output_tokens": len(delta.token_ids),
+    }
+    if delta.finish_reason:
+        counts["num_rounds"] = stats.rounds
+        counts["total_draft_tokens"] = stats.draft_tokens
+        counts["total_accepted_draft_tokens"] = stats.accepted_tokens
+        outputs["acceptance_rate"] = np.array([[stats.acceptance_rate]], dtype=np.float32)
+    return outputs | {name: np.array([[count]], dtype=np.int32) for name, count in counts.items()}
+
+
+def stop_outputs() -> Arrays:
+    """Give the response to a request that asked to stop another one: it has no tokens."""
+    return _text("text_output", "") | _text("finish_reason", _CANCELLED)
+
+
+def _id_outputs(ids: Iterable[int]) -> Arrays:
+    # [row, beam, tokens] and [row, beam], as clients index them.
+    output_ids = np.array([[list(ids)]], dtype=np.int32)
+    return {"output_ids": output_ids, "sequence_length": np.array([[output_ids.shape[-1]]], dtype=np.int32)}
+
+
+def _text(name: str, text: str) -> Arrays:
+    # One dimension: existing clients join the elements of the array.
+    return {name: np.array([text.encode("utf-8")], dtype=np.object_)}
