@@ -192,8 +192,8 @@ class LocalTriton:
         if self._end is None:
             self._end = self._read_end(self._options.exit_timeout_s + _SUPERVISOR_SLACK_S)
         if self._end is None or self._end == _LOST:
-            # The supervisor was killed or stopped: its server dies with it (PR_SET_PDEATHSIG), and the stubs soon
-            # notice. Only the shared memory is nobody's work then.
+            # The supervisor was killed or stopped: its server dies with it (PR_SET_PDEATHSIG), and the stubs
+            # soon notice. Only the shared memory is nobody's work then.
             held.kill()
             self._end = replace(_LOST, regions_removed=supervisor.clear_shared_memory(self.shm_prefix))
         held.wait()
