@@ -31,7 +31,14 @@ class DraftingLoop:
 
     async def draft(self, batch: Sequence[Live]) -> tuple[list[Live], DraftResult | None]:
         """Candidates for the sequences of `batch` that can have any: (those sequences, their candidates)."""
-        wanting = [live for live in batch if live.draft.is_wanted and live.sequence.remaining_tokens > 1]
+        is_paused = not self._planner.cost.should_draft()
+        wanting = [
+            live
+            for live in batch
+            if live.draft.is_wanted
+            and live.sequence.remaining_tokens > 1
+            and not (is_paused and live.is_budget_open)
+        ]
         for live in [live for live in wanting if live.draft.is_lost]:
             await self._restore(live)
         wanting = [live for live in wanting if live.draft.is_wanted and not live.draft.is_lost]

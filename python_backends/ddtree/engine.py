@@ -187,6 +187,13 @@ class Engine:
         watch.lap("verify")
         emitted = self._commit(batch, trees, verdict)
         watch.lap("commit")
+        self._plan.cost.observe(
+            sequences=len(batch),
+            rows=len(batch) + int(trees.counts.sum()),
+            emitted=emitted,
+            draft_ms=watch.ms["draft"] if any(live.is_budget_open for live in drafting) else 0.0,
+            verify_ms=watch.ms["verify"],
+        )
         if self._on_round is not None:
             self._on_round(
                 RoundRecord(len(batch), int(trees.counts.sum()), emitted, verdict.commit_ms, watch.ms)

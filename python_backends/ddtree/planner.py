@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from ddtree.budget import CostCurve
 from ddtree.limits import Limits
 from ddtree.params import GenerationParams
+from ddtree.round_cost import RoundCost
 from ddtree.scheduler import Live
 from ddtree.stages.base import StageInfo
 from ddtree.tree import useful_width
@@ -45,9 +46,8 @@ class RoundPlanner:
         self._feature_size = verifier.feature_size
         self._feature_dtype = getattr(torch, verifier.feature_dtype)
         curve = CostCurve(verifier.cost_rows, verifier.cost_ms)
-        self._draft_ms = info.drafter.cost_ms
-        self._round_cost = curve.table(verifier.cost_rows[-1]) + np.float32(self._draft_ms)
-        self._auto_width = _auto_width(self._round_cost, self._auto_nodes)
+        self.cost = RoundCost(curve, info.drafter.cost_ms)
+        self._auto_width = _auto_width(self.cost.table(), self._auto_nodes)
         room = verifier.pool_slots - verifier.max_nodes - 1
         self.limits = Limits.for_target(
             verifier.vocab_size, min(verifier.context_length, room), max_nodes=verifier.max_nodes
@@ -97,7 +97,7 @@ class RoundPlanner:
             top_log_probs=log_probs,
             budgets=_ints([live.sequence.params.tree_budget for live in batch]),
             is_chain=torch.tensor([live.sequence.params.draft_mode == "chain" for live in batch]),
-            round_cost_ms=torch.from_numpy(self._round_cost),
+            round_cost_ms=torch.from_numpy(self.cost.table()),
         )
 
     def verify(self, batch: Sequence[Live], trees: TreeBatch) -> VerifyRequest:

@@ -15,6 +15,7 @@ import torch
 
 from ddtree.errors import ResourceExhausted
 from ddtree.sequence import Delta, Sequence, SequenceState, Stats
+from ddtree.types import AUTO_BUDGET
 
 
 class Sink(Protocol):
@@ -91,6 +92,12 @@ class Live:
     def to_commit(self) -> int:
         """Ids the verifier must hold before rounds can go on: all but the root token."""
         return self.sequence.length - bool(self.sequence.output_ids)
+
+    @property
+    def is_budget_open(self) -> bool:
+        """Whether the request leaves it to the engine how much to draft, or not to draft at all."""
+        params = self.sequence.params
+        return params.draft_mode == "tree" and params.tree_budget == AUTO_BUDGET
 
     def reopen(self) -> None:
         """Start a new life in the stages; prefill brings back what was committed."""

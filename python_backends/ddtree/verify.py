@@ -71,7 +71,7 @@ class TargetVerifier:
             draft_hash: hash of the draft checkpoint the projection comes from.
             feature_size: width of a projected feature.
         """
-        self._target = target
+        self.target = target
         self._projection = projection
         self._limits = limits
         self._draft_hash = draft_hash
@@ -101,7 +101,7 @@ class TargetVerifier:
             plan = StepPlan.build(self.pool, (segment,))
             tokens = torch.zeros(count, dtype=torch.int64, device=self._device)
             sampling.choose(
-                self._target.forward(tokens, plan, torch.arange(count, device=self._device)).logits
+                self.target.forward(tokens, plan, torch.arange(count, device=self._device)).logits
             )
             if on_progress is not None:
                 on_progress(count)
@@ -112,12 +112,12 @@ class TargetVerifier:
     def info(self) -> VerifierInfo:
         """What the orchestrator must know."""
         return VerifierInfo(
-            vocab_size=self._target.vocab_size,
-            context_length=self._target.context_length,
+            vocab_size=self.target.vocab_size,
+            context_length=self.target.context_length,
             max_nodes=self._limits.max_nodes,
             pool_slots=self.pool.total_slots,
             feature_size=self._feature_size,
-            feature_dtype=str(self._target.dtype).removeprefix("torch."),
+            feature_dtype=str(self.target.dtype).removeprefix("torch."),
             draft_hash=self._draft_hash,
             cost_rows=tuple(int(rows) for rows in self._cost.rows),
             cost_ms=tuple(float(ms) for ms in self._cost.ms),
@@ -142,7 +142,7 @@ class TargetVerifier:
         counts = request.counts.tolist()
         status, found = self._open_or_find(request.sessions, request.reserve.tolist())
         features = torch.zeros(
-            (sum(counts), self._feature_size), dtype=self._target.dtype, device=self._device
+            (sum(counts), self._feature_size), dtype=self.target.dtype, device=self._device
         )
         next_tokens = torch.zeros(len(counts), dtype=torch.int64, device=self._device)
         live = [index for index, session in enumerate(found) if session is not None]
@@ -155,7 +155,7 @@ class TargetVerifier:
                 start += counts[i]
             last_rows = torch.tensor([segment.stop - 1 for segment in segments], device=self._device)
             plan = StepPlan.build(self.pool, tuple(segments))
-            step = self._target.forward(request.token_ids.to(self._device).long()[rows], plan, last_rows)
+            step = self.target.forward(request.token_ids.to(self._device).long()[rows], plan, last_rows)
             next_tokens[torch.tensor(live)] = sampling.choose(step.logits)
             features[rows] = self._project(step, plan.slots, None)
             for i in live:
@@ -179,7 +179,7 @@ class TargetVerifier:
         plan = self._plan(sessions, trees)
         token_rows = torch.cat([torch.cat((roots[i, None], trees.tokens[i, : segment.count - 1].long()))
                                 for i, segment in enumerate(plan.segments)])  # fmt: skip
-        step = self._target.forward(token_rows, plan, torch.arange(len(token_rows), device=self._device))
+        step = self.target.forward(token_rows, plan, torch.arange(len(token_rows), device=self._device))
         target_tokens = nn.utils.rnn.pad_sequence(
             [sampling.choose(step.logits[segment.start : segment.stop]) for segment in plan.segments],
             batch_first=True,
