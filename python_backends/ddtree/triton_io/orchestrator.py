@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -33,6 +34,7 @@ from ddtree.triton_io.tensors import ResponseChannel, read_inputs
 _LOG = logging.getLogger(__name__)
 # BLS calls wait in asyncio's default executor, which has only six threads on two cores.
 _EXECUTOR_THREADS = 32
+_LOOP_END_S = 5.0
 _SHORT_PROMPT_BYTES = 4096  # tokenised in less time than it takes to ask another thread
 
 
@@ -78,9 +80,16 @@ class Orchestrator:
         await asyncio.gather(*(self._answer(request) for request in requests))
 
     def close(self) -> None:
-        """End the engine from another thread than the event loop's."""
-        if self._loop is not None and self._loop.is_running():
-            asyncio.run_coroutine_threadsafe(self._engine.stop(), self._loop).result(timeout=10)
+        """End the engine; called by another thread than the event loop's, when no request is left."""
+        if self._loop is None:
+            return
+        # Triton stops the loop before it finalizes a model, but the loop must wake up to notice.
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        deadline = time.monotonic() + _LOOP_END_S
+        while self._loop.is_running() and time.monotonic() < deadline:
+            time.sleep(0.005)
+        if not self._loop.is_running():
+            self._loop.run_until_complete(self._engine.stop())
 
     async def _answer(self, request: Any) -> None:
         channel = ResponseChannel(request)

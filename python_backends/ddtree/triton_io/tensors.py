@@ -14,13 +14,12 @@ from ddtree.errors import DDTreeError
 
 _LOG = logging.getLogger(__name__)
 _POLL_S: Final = 0.01
-_FINAL: Final = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 # Triton has no code for a full service; the message begins with the exact word anyway.
 _CODES: Final = {
-    "INVALID_ARGUMENT": pb_utils.TritonError.INVALID_ARG,
-    "RESOURCE_EXHAUSTED": pb_utils.TritonError.UNAVAILABLE,
-    "UNAVAILABLE": pb_utils.TritonError.UNAVAILABLE,
-    "CANCELLED": pb_utils.TritonError.CANCELLED,
+    "INVALID_ARGUMENT": "INVALID_ARG",
+    "RESOURCE_EXHAUSTED": "UNAVAILABLE",
+    "UNAVAILABLE": "UNAVAILABLE",
+    "CANCELLED": "CANCELLED",
 }
 
 
@@ -45,7 +44,8 @@ class ResponseChannel:
 
     def fail(self, error: DDTreeError) -> None:
         """Send an error as the last response."""
-        code = _CODES.get(error.code, pb_utils.TritonError.INTERNAL)
+        # The stub fills its module only after a model was imported, so names are looked up late.
+        code = getattr(pb_utils.TritonError, _CODES.get(error.code, "INTERNAL"))
         self._send(pb_utils.InferenceResponse(error=pb_utils.TritonError(str(error), code)), is_final=True)
 
     def close(self) -> None:
@@ -65,7 +65,7 @@ class ResponseChannel:
         if self._is_closed:
             return
         self._is_closed = is_final
-        flags = _FINAL if is_final else 0
+        flags = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL if is_final else 0
         try:
             if response is None:
                 self._sender.send(flags=flags)

@@ -1,0 +1,119 @@
+"""Ways to talk to the echo model (see tests/fakes/echo_model) as existing clients talk to Triton."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import queue
+import time
+from contextlib import closing
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import tritonclient.grpc as grpc
+from tritonclient.utils import np_to_triton_dtype
+
+from ddtree.text import TextCodec
+from ddtree_local.server import LocalTriton
+
+
+@dataclass
+class EchoServer:
+    """A running server and the ways tests talk to it."""
+
+    triton: LocalTriton
+    codec: TextCodec
+
+    def post(self, path: str, body: dict[str, Any]) -> tuple[int, str]:
+        with closing(self.connect()) as connection:
+            connection.request("POST", f"/v2/models/ddtree/{path}", json.dumps(body))
+            response = connection.getresponse()
+            return response.status, response.read().decode()
+
+    def connect(self) -> http.client.HTTPConnection:
+        host, port = self.triton.http_url.split(":")
+        return http.client.HTTPConnection(host, int(port), timeout=20)
+
+    def report(self) -> dict[str, int]:
+        status, body = self.post("generate", {"text_input": "report", "max_tokens": 60})
+        assert status == 200, body
+        report: dict[str, int] = json.loads(json.loads(body)["text_output"])
+        return report
+
+    def wait_for_cancelled(self, count: int) -> None:
+        deadline = time.monotonic() + 5
+        while self.report().get("cancelled", 0) < count:
+            assert time.monotonic() < deadline, f"the engine saw {self.report()}"
+            time.sleep(0.05)
+
+
+@dataclass
+class Received:
+    """One response of a stream."""
+
+    outputs: dict[str, np.ndarray[Any, Any]]
+    is_final: bool
+    error: str = ""
+
+
+@dataclass
+class Stream:
+    """A gRPC stream with one request at a time, as existing clients use it."""
+
+    client: Any
+    responses: queue.Queue[Received] = field(default_factory=queue.Queue)
+
+    def open(self) -> None:
+        self.client.start_stream(callback=self._receive)
+
+    def _receive(self, result: Any, error: Any) -> None:
+        if error is not None:
+            self.responses.put(Received({}, True, str(error)))
+            return
+        response = result.get_response()
+        outputs = {output.name: result.as_numpy(output.name) for output in response.outputs}
+        self.responses.put(Received(outputs, response.parameters["triton_final_response"].bool_param))
+
+    def send(self, tensors: dict[str, np.ndarray[Any, Any]], **options: Any) -> None:
+        inputs = []
+        for name, array in tensors.items():
+            inputs.append(grpc.InferInput(name, array.shape, np_to_triton_dtype(array.dtype)))
+            inputs[-1].set_data_from_numpy(array)
+        self.client.async_stream_infer("ddtree", inputs, **options)
+
+    def ask(self, tensors: dict[str, np.ndarray[Any, Any]], **options: Any) -> list[Received]:
+        """All responses up to the final one; fails when there is none."""
+        self.send(tensors, **options)
+        received = [self.responses.get(timeout=20)]
+        while not received[-1].is_final:
+            received.append(self.responses.get(timeout=20))
+        assert self.responses.empty()
+        return received
+
+
+def text(*rows: str) -> np.ndarray[Any, Any]:
+    return np.array([[row.encode()] for row in rows], dtype=np.object_)
+
+
+def ints(*rows: int) -> np.ndarray[Any, Any]:
+    return np.array([[row] for row in rows], dtype=np.int32)
+
+
+def floats(*rows: float) -> np.ndarray[Any, Any]:
+    return np.array([[row] for row in rows], dtype=np.float32)
+
+
+def flags(*rows: bool) -> np.ndarray[Any, Any]:
+    return np.array([[row] for row in rows])
+
+
+def one(received: Received, name: str) -> float:
+    """The only number of an output."""
+    return float(received.outputs[name].item())
+
+
+def joined(received: list[Received]) -> str:
+    return b"".join(
+        part for response in received for part in response.outputs["text_output"].tolist()
+    ).decode()
