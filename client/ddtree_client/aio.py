@@ -50,10 +50,10 @@ class AsyncStream:
         return self._exchange.results()[0]
 
     def cancel(self) -> None:
-        """Tells the server to stop; the loop over the chunks ends. Does nothing after the end."""
-        if not self._exchange.complete:
+        """Tells the server to stop; the loop over the chunks ends."""
+        if not self._exchange.ended:
             self._cancelled = True
-        self._call.cancel()
+            self._call.cancel()
 
     async def __aiter__(self) -> AsyncIterator[Chunk]:
         """Chunks as they arrive. Raises DDTreeClientError when the server refuses, fails, or is too late."""
@@ -62,17 +62,20 @@ class AsyncStream:
                 chunk = self._exchange.receive(response)
                 if chunk is not None:
                     yield chunk
-            if not self._cancelled:
-                self._exchange.results()
+            self._exchange.close()
+        except DDTreeClientError:  # the server goes on with what nobody waits for
+            self._call.cancel()
+            raise
         except grpc.RpcError as error:
-            if not self._cancelled:
-                raise self._exchange.transport_error(error.code().name, error.details() or "") from None
+            self._exchange.fail(error.code().name, error.details() or "")
         except asyncio.CancelledError:
             # grpc raises this for cancel() as well; only a cancelled task must see it.
             if not self._cancelled or _task_is_cancelled():
                 raise
         finally:
             self.cancel()
+        if not self._cancelled:
+            yield self._exchange.finish()
 
     async def __aenter__(self) -> Self:
         return self
@@ -83,7 +86,7 @@ class AsyncStream:
         self.cancel()
 
     def __del__(self) -> None:
-        self._call.cancel()
+        self.cancel()
 
 
 class AsyncClient:

@@ -178,7 +178,7 @@ def report_table(reports: Sequence[Report], concurrency: int) -> Table:
     """The reports for people. Speeds are compared with mode ``off`` when it was measured."""
     plain = next((one.tokens_per_second for one in reports if one.variant.draft_mode == "off"), None)
     title = f"{reports[0].requests} requests per mode, {concurrency} at a time; times in ms, p50/p95"
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, collapse_padding=True)
     table.add_column("\nmode", no_wrap=True)
     # Two-line headings keep the table within 80 columns.
     for heading in (

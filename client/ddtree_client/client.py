@@ -50,26 +50,28 @@ class Stream:
 
     def cancel(self) -> None:
         """Tells the server to stop; the loop over the chunks ends. Any thread may call it."""
-        if not self._exchange.complete:
+        if not self._exchange.ended:
             self._cancelled = True
-        self._call.cancel()
+            self._call.cancel()
 
     def __iter__(self) -> Iterator[Chunk]:
         """Chunks as they arrive. Raises DDTreeClientError when the server refuses, fails, or is too late."""
-        # A generator, because Python closes it when its loop is left: that is what turns `break` into a
-        # cancel.
+        # A generator, as Python closes it when its loop is left: that is what turns `break` into a cancel.
         try:
             for response in self._call:
                 chunk = self._exchange.receive(response)
                 if chunk is not None:
                     yield chunk
-            if not self._cancelled:
-                self._exchange.results()
+            self._exchange.close()
+        except DDTreeClientError:  # the server goes on with what nobody waits for
+            self._call.cancel()
+            raise
         except grpc.RpcError as error:
-            if not self._cancelled:
-                raise self._exchange.transport_error(error.code().name, error.details() or "") from None
+            self._exchange.fail(error.code().name, error.details() or "")
         finally:
             self.cancel()
+        if not self._cancelled:
+            yield self._exchange.finish()
 
     def __enter__(self) -> Self:
         return self
@@ -80,7 +82,7 @@ class Stream:
         self.cancel()
 
     def __del__(self) -> None:
-        self._call.cancel()
+        self.cancel()
 
 
 class Client:

@@ -89,19 +89,29 @@ class Exchange:
         self._rows = tuple(_Row() for _ in prompts.rows)
         self._clock = clock
         self._started = clock()
+        self._last_chunk: Chunk | None = None
+        self._error: DDTreeClientError | None = None
 
     @property
-    def complete(self) -> bool:
-        """Every row has sent its last chunk."""
-        return all(row.finish_reason for row in self._rows)
+    def ended(self) -> bool:
+        """Nothing more is to come: every row has sent its last chunk, or the server has reported an error."""
+        return self._error is not None or all(row.finish_reason for row in self._rows)
 
     def receive(self, response: Any) -> Chunk | None:
-        """The chunk in a ``ModelStreamInferResponse`` or None; raises the error that the server reports."""
+        """The chunk in a ``ModelStreamInferResponse``, if it has one to show at once.
+
+        The very last chunk is kept for `finish`, and so is an error that the server reports: both are
+        shown when the stream is closed. Cancelling a stream that the server is just closing makes Triton
+        2.51 count the request as running for ever, and its shutdown then takes the whole exit timeout.
+        """
         if response.error_message:
-            raise error_from_text(response.error_message)
+            self._error = self._error or error_from_text(response.error_message)
+            return None
         values = read_response(response.infer_response)
         if values is None:
             return None
+        if self._error is not None:  # other rows go on: no reason to wait for them
+            raise self._error
         if not 0 <= values.row < len(self._rows):
             raise IncompleteAnswerError(
                 f"the server at {self._address} answered row {values.row} of a request of {len(self._rows)} "
@@ -109,7 +119,7 @@ class Exchange:
             )
         now_s = self._clock() - self._started
         self._rows[values.row].add(values, now_s)
-        return Chunk(
+        chunk = Chunk(
             text=values.text,
             token_ids=values.token_ids,
             row=values.row,
@@ -117,20 +127,40 @@ class Exchange:
             finish_reason=values.finish_reason,
             elapsed_s=now_s,
         )
+        if not self.ended:
+            return chunk
+        self._last_chunk = chunk
+        return None
 
-    def transport_error(self, code: str, details: str) -> DDTreeClientError:
-        """The exception for a stream that ended with gRPC status ``code``."""
-        return error_from_status(code, details, address=self._address, deadline_s=self.deadline_s)
+    def fail(self, code: str, details: str) -> None:
+        """Notes that the stream was broken with gRPC status ``code``. After the end that changes nothing."""
+        if not self.ended:
+            self._error = error_from_status(code, details, address=self._address, deadline_s=self.deadline_s)
+
+    def close(self) -> None:
+        """Notes that the server has closed the stream."""
+        if not self.ended:
+            self._error = self._incomplete()
+
+    def finish(self) -> Chunk:
+        """The last chunk, once the stream is closed. Raises the error instead, if there is one."""
+        if self._error is not None:
+            raise self._error
+        assert self._last_chunk is not None, "finish comes after the end of the stream"
+        return self._last_chunk
 
     def results(self) -> tuple[Result, ...]:
         """One result per row. Raises IncompleteAnswerError while a row has not sent its last chunk."""
-        missing = [index for index, row in enumerate(self._rows) if not row.finish_reason]
-        if missing:
-            raise IncompleteAnswerError(
-                f"the answer is not complete (rows {missing} of {len(self._rows)} have no last chunk): "
-                "the stream was not read to its end, was cancelled, or the server closed it early"
-            )
+        if not all(row.finish_reason for row in self._rows):
+            raise self._incomplete()
         return tuple(row.result() for row in self._rows)
+
+    def _incomplete(self) -> IncompleteAnswerError:
+        missing = [index for index, row in enumerate(self._rows) if not row.finish_reason]
+        return IncompleteAnswerError(
+            f"the answer is not complete (rows {missing} of {len(self._rows)} have no last chunk): "
+            "the stream was not read to its end, was cancelled, or the server closed it early"
+        )
 
 
 def _newest(new: int | None, old: int) -> int:

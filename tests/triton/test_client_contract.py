@@ -54,8 +54,11 @@ SLOW = script(*["✓✓✓"] * 8, delay_s=0.3)  # json.dumps escapes the marks: 
 def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     repository = tmp_path_factory.mktemp("models")
     shutil.copytree(CONTRACT_MODEL, repository / "ddtree", ignore=shutil.ignore_patterns("__pycache__"))
-    with LocalTriton(repository) as server:
+    with LocalTriton(repository, exit_timeout_s=10.0) as server:
         yield server.grpc_url
+        # A request that the server still counts as running holds its shutdown up to the exit timeout.
+        ended = server.stop()
+        assert (ended.exit_code, ended.forced) == (0, False)
 
 
 @pytest.fixture
@@ -65,6 +68,7 @@ def client(address: str) -> Iterator[Client]:
 
 
 def endings(client: Client) -> dict[str, int]:
+    """How the requests before this one ended, as the model saw it."""
     counts: dict[str, int] = json.loads(client.generate('"report"').text)
     return counts
 
@@ -188,6 +192,16 @@ def test_break_cancels_on_the_server(client: Client) -> None:
         break
     with pytest.raises(IncompleteAnswerError, match="not complete"):
         _ = stream.result
+
+
+def test_break_at_the_last_chunk_keeps_the_answer(client: Client) -> None:
+    before = endings(client)
+    stream = client.stream(script("a", "b"))
+    for chunk in stream:
+        if chunk.final:
+            break
+    assert stream.result.text == "ab"
+    assert endings(client) == {**before, "finished": before["finished"] + 2}
 
 
 @pytest.mark.usefixtures("one_is_cancelled")
