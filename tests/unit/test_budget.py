@@ -129,22 +129,29 @@ def test_a_curve_that_cannot_be_is_refused(
 
 
 class SleepyStep:
-    """Sleeps a millisecond per row, and far longer when called for the first time or out of luck."""
+    """Sleeps a millisecond per row, and far longer on the calls (of a row count) in `slow_calls`."""
 
-    def __init__(self) -> None:
+    def __init__(self, slow_calls: tuple[int, ...]) -> None:
         self.calls: list[int] = []
+        self._slow_calls = slow_calls
 
     def __call__(self, rows: int) -> None:
-        is_first = rows not in self.calls
         self.calls.append(rows)
-        has_hiccup = self.calls.count(rows) == 3
-        time.sleep(rows * 1e-3 + (0.05 if is_first or has_hiccup else 0))
+        is_slow = self.calls.count(rows) in self._slow_calls
+        time.sleep(rows * 1e-3 + (0.2 if is_slow else 0))
 
 
-def test_measuring_takes_medians_and_drops_the_first_call() -> None:
-    step = SleepyStep()
-    curve = measure(step, (1, 8), repeats=5)
+@pytest.mark.parametrize(
+    ("repeats", "slow_calls"),
+    [
+        pytest.param(1, (1,), id="the first call does not count"),
+        pytest.param(3, (3,), id="one hiccup does not"),
+    ],
+)
+def test_measuring_takes_medians_of_warm_calls(repeats: int, slow_calls: tuple[int, ...]) -> None:
+    step = SleepyStep(slow_calls)
+    curve = measure(step, (1, 8), repeats)
     assert curve.rows == (1, 8)
-    assert step.calls == [1, 8] * 6
-    assert 1 <= curve.ms[0] < 25
-    assert 8 <= curve.ms[1] < 40
+    assert step.calls == [1, 8] * (repeats + 1), "row counts take turns"
+    assert 1 <= curve.ms[0] < 60
+    assert 8 <= curve.ms[1] < 60
