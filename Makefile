@@ -59,7 +59,7 @@ $(STAMP): $(REQUIREMENTS) $(PACKAGES:=/pyproject.toml) $(PREREQUISITES)
 	    "$$("$$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')" 2>/dev/null; \
 	then "$$python" -m venv --clear $(VENV); fi
 	@# Quiet only where nobody watches: torch alone is a long download.
-	@$(BIN)/python -m pip install --disable-pip-version-check $(if $(CI),--quiet) $(PIP_ARGS) \
+	@$(BIN)/python -m pip install --disable-pip-version-check $(if $(CI)$(wildcard $(STAMP)),--quiet) $(PIP_ARGS) \
 	    $(addprefix -r ,$(filter-out requirements/constraints.txt,$(REQUIREMENTS)))
 	@# Editable and without dependencies: those are the pinned ones above.
 	@$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps $(PIP_ARGS) \

@@ -19,7 +19,7 @@ from ddtree_local.progress import waiting
 from ddtree_local.project import find_project
 from ddtree_local.serving import ServedPair, check_prerequisites, local_server, sigterm_as_interrupt
 
-PROMPT = "A baker makes 12 trays of 8 rolls and sells 70 of them. Explain step by step how many are left."
+PROMPT = "Why is the sky blue?"
 _WARM_UP_TOKENS = 16
 
 
@@ -116,7 +116,8 @@ def _run(question: _Question) -> None:
         Console().print(_table(results))
         click.echo(_verdict(results))
     finally:
-        server.stop()
+        with waiting("Stopping Triton"):
+            server.stop()
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})

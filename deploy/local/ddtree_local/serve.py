@@ -49,8 +49,8 @@ def _serve(server: LocalTriton, log: Path) -> None:
             while not server.wait(_POLL_S):
                 pass
         except KeyboardInterrupt:
-            click.echo("\nStopping.")
-            server.stop()
+            with waiting("Stopping Triton"):
+                server.stop()
             return
         report = server.stop()
         raise ServerStartError(f"the server ended by itself (exit code {report.exit_code}; log: {log})")
