@@ -62,9 +62,12 @@ def _load_target(config: ServingConfig) -> TargetModel:
 
 def _build_verifier(config: ServingConfig, target: TargetModel) -> TargetVerifier:
     draft = _open_draft(config)
+    projection = FeatureProjection.load(draft, dtype=target.dtype, device=target.device).requires_grad_(False)
+    if can_pack(target.device, target.dtype):
+        pack(projection)
     verifier = TargetVerifier(
         target,
-        FeatureProjection.load(draft, dtype=target.dtype, device=target.device),
+        projection,
         VerifierLimits(
             kv_cache_bytes=config.kv_cache_mib * _MIB,
             page_size=config.page_size,
