@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -19,6 +21,9 @@ MIXED = "The quick fox 😀👩‍🚀 Köln 你好 <think> a\ufffdb"
 
 def codec_of(build: Callable[[], object]) -> TextCodec:
     return TextCodec(build(), stop_ids=frozenset())
+
+
+load_demo = cache(TextCodec.from_folder)
 
 
 def deltas_of(codec: TextCodec, ids: Sequence[int], cuts: Sequence[int]) -> list[str]:
@@ -40,6 +45,25 @@ def test_deltas_join_to_the_text_of_all_ids(build: Callable[[], object], data: s
     ids = [token for token, count in data.draw(runs) for _ in range(count)]
     deltas = deltas_of(codec, ids, data.draw(st.lists(st.integers(0, 100), max_size=8)))
     assert "".join(deltas) == codec.decode(ids)
+
+
+@pytest.mark.demo
+@settings(max_examples=300, deadline=None)
+@given(data=st.data())
+def test_deltas_of_the_demo_target_join_to_the_text_of_all_ids(
+    demo_target: Path, data: st.DataObject
+) -> None:
+    codec = load_demo(demo_target)
+    text = st.text(max_size=10).map(codec.encode)
+    ids = [
+        token
+        for run in data.draw(st.lists(st.lists(st.integers(0, 49_160)) | text, max_size=8))
+        for token in run
+    ]
+    assert "".join(
+        deltas_of(codec, ids, data.draw(st.lists(st.integers(0, 100), max_size=8)))
+    ) == codec.decode(ids)
+    assert "".join(deltas_of(codec, ids, range(len(ids)))) == codec.decode(ids)
 
 
 @TOKENIZERS
