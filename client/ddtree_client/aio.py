@@ -85,9 +85,6 @@ class AsyncStream:
     ) -> None:
         self.cancel()
 
-    def __del__(self) -> None:
-        self.cancel()
-
 
 class AsyncClient:
     """A connection to the model ``model`` of the Triton server whose gRPC port is ``url`` (HOST:PORT).

@@ -126,7 +126,7 @@ def prompt_arguments(prompt: str, *, raw: bool) -> dict[str, Any]:
 def given_options(values: Mapping[str, Any]) -> GenerateOptions:
     """The request's options among a command's values. What was not given is left to the server."""
     names = GenerateOptions.__annotations__
-    given = {name: value for name, value in values.items() if name in names and value not in (None, ())}
+    given = {name: value for name, value in values.items() if name in names and value is not None}
     return cast("GenerateOptions", given)
 
 

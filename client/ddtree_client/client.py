@@ -81,9 +81,6 @@ class Stream:
     ) -> None:
         self.cancel()
 
-    def __del__(self) -> None:
-        self.cancel()
-
 
 class Client:
     """A connection to the model ``model`` of the Triton server whose gRPC port is ``url`` (HOST:PORT).
