@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddtree.accept import walk
 from ddtree.types import TreeBatch
 from tests.oracles.tree_walks import follow_target
+
+no_deadline = settings(deadline=None)  # the machine may be busy with other things
 
 Case = tuple[list[int], list[int], list[int]]  # tokens, parents, target tokens
 
@@ -65,11 +67,13 @@ def check(trees: list[Case], fill: int = 0) -> None:
     assert result.path_nodes.shape[1] == result.accepted_tokens.shape[1] + 1
 
 
+@no_deadline
 @given(st.lists(cases(), min_size=1, max_size=4))
 def test_walk_equals_dictionary_walk(trees: list[Case]) -> None:
     check(trees)
 
 
+@no_deadline
 @given(st.lists(cases(), min_size=1, max_size=4), st.integers(1, 3))
 def test_whatever_padding_holds_is_never_accepted(trees: list[Case], fill: int) -> None:
     # Stale padding: parents, depths and tokens of an earlier, larger tree.

@@ -7,12 +7,14 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from ddtree.budget import CostCurve, choose, may_pay, measure
 from ddtree.errors import ConfigError
+
+no_deadline = settings(deadline=None)  # the machine may be busy with other things
 
 Floats = NDArray[np.float64]
 Costs = NDArray[np.float32]
@@ -34,6 +36,7 @@ def rate(path_probs: Floats, count: int, num_sequences: int, costs: Costs, fixed
     return tokens / float(costs[:rows].max())
 
 
+@no_deadline
 @given(probabilities, sequence_counts, cost_tables, fixed_nodes)
 def test_no_other_count_gives_more_tokens_per_millisecond(
     path_probs: Floats, num_sequences: int, costs: Costs, fixed: Floats
@@ -49,6 +52,7 @@ def test_no_other_count_gives_more_tokens_per_millisecond(
     assert all(value < rates[chosen] * (1 + 1e-12) for value in rates[:chosen])
 
 
+@no_deadline
 @given(probabilities, probabilities, sequence_counts, cost_tables, fixed_nodes)
 def test_when_growing_cannot_pay_it_does_not(
     path_probs: Floats, rest: Floats, num_sequences: int, costs: Costs, fixed: Floats
@@ -87,6 +91,7 @@ def test_examples(path_probs: list[float], num_sequences: int, costs: list[float
     assert choose(np.array(path_probs), num_sequences, np.array(costs, dtype=np.float32)) == chosen
 
 
+@no_deadline
 @given(st.lists(st.floats(0.5, 100), min_size=1, max_size=12))
 def test_a_curve_never_falls_and_is_the_nearest_such_to_the_measurements(ms: list[float]) -> None:
     curve = CostCurve(tuple(range(1, len(ms) + 1)), tuple(ms))

@@ -18,6 +18,8 @@ from ddtree.tree import build_trees, useful_depth, useful_width
 from ddtree.types import AUTO_BUDGET, TreeBatch, TreeRequest
 from tests.oracles.brute_tree import all_nodes, best_nodes
 
+no_deadline = settings(deadline=None)  # the machine may be busy with other things
+
 
 def make_request(
     log_probs: list[list[list[float]]],
@@ -69,12 +71,14 @@ def candidate_lists(draw: st.DrawFn, max_depth: int = 4, max_candidates: int = 4
     ]
 
 
+@no_deadline
 @given(candidate_lists(), st.integers(0, 400))
 def test_tree_is_the_best_nodes_of_all_paths_in_order(log_probs: list[list[float]], budget: int) -> None:
     trees = build_trees(make_request([log_probs], [budget]))
     assert ranks_of(trees, 0) == [node.ranks for node in best_nodes(as_float32(log_probs), budget)]
 
 
+@no_deadline
 @given(st.lists(st.tuples(st.integers(0, 10_000), st.integers(0, 30)), min_size=1, max_size=5))
 def test_a_batch_gives_each_sequence_the_tree_it_gets_alone(cases: list[tuple[int, int]]) -> None:
     lists = [np.random.default_rng(seed).uniform(-8, 0, (3, 4)) for seed, _ in cases]
@@ -90,6 +94,7 @@ def test_a_batch_gives_each_sequence_the_tree_it_gets_alone(cases: list[tuple[in
             assert not packed[count:].any(), "padding must hold zeros"
 
 
+@no_deadline
 @given(candidate_lists(max_depth=5, max_candidates=5), st.integers(0, 12))
 def test_candidates_beyond_the_useful_width_and_depth_change_nothing(
     log_probs: list[list[float]], budget: int
@@ -112,6 +117,7 @@ def test_useful_width_is_tight() -> None:
     assert useful_depth(0) == 0
 
 
+@no_deadline
 @given(candidate_lists(), st.integers(0, 6))
 def test_chain_takes_the_first_candidate_of_each_position(log_probs: list[list[float]], budget: int) -> None:
     trees = build_trees(make_request([log_probs], [budget], chains=[True]))
@@ -159,7 +165,7 @@ def test_automatic_budget_is_shared_over_the_batch_by_probability() -> None:
     assert trees.counts.tolist() == [4, 0, 0], "the sure sequence gets what the unsure one would waste"
 
 
-@settings(max_examples=50)
+@no_deadline
 @given(
     st.lists(candidate_lists(max_depth=3), min_size=1, max_size=3),
     st.lists(st.floats(0.1, 10), min_size=1, max_size=60),

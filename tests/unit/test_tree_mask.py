@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddtree.tree_mask import WORD_BITS, ancestor_bits, expand
 from tests.oracles.tree_walks import ancestors_and_self
+
+no_deadline = settings(deadline=None)  # the machine may be busy with other things
 
 T, F = True, False
 
@@ -52,6 +54,7 @@ def test_padding_sees_root_and_itself_and_nobody_sees_it() -> None:
     ]
 
 
+@no_deadline
 @given(st.lists(parent_lists(), min_size=1, max_size=4))
 def test_batch_equals_naive_walks(trees: list[list[int]]) -> None:
     width = max(len(parents) for parents in trees)
