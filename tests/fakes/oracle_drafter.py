@@ -27,7 +27,7 @@ class OracleDrafter:
         self._model = AutoModelForCausalLM.from_pretrained(target_folder, dtype=torch.float32).eval()
         self._block_size = block_size
         self._draft_hash = draft_hash
-        self._noise = noise
+        self.noise = noise
         self._random = random.Random(seed)
         self._sessions: dict[int, tuple[int, list[int]]] = {}  # id: (epoch, context ids)
         self.lose_next = False  # answer the next call as if the sessions were gone
@@ -92,7 +92,7 @@ class OracleDrafter:
                 true = int(self._model(torch.tensor([ids])).logits[0, -1].argmax())
             ids.append(true)
             rows.append(self._hide(true, width))
-        sharpness = 0.7 if self._noise else 9.0  # a sure oracle drafts one path, as deep as the budget goes
+        sharpness = 0.7 if self.noise else 9.0  # a sure oracle drafts one path, as deep as the budget goes
         log_probs = torch.log_softmax(-torch.arange(width, dtype=torch.float32) * sharpness, dim=0)
         return torch.tensor(rows), log_probs.expand(depth, -1)
 
@@ -101,9 +101,9 @@ class OracleDrafter:
         others = [token for token in range(self._model.config.vocab_size) if token != true]
         row = self._random.sample(others, min(width, len(others)))
         draw = self._random.random()
-        if draw >= self._noise:
+        if draw >= self.noise:
             rank = 0
-        elif draw < self._noise / 3:
+        elif draw < self.noise / 3:
             return row + ([true] if len(row) < width else [])
         else:
             rank = self._random.randrange(width)

@@ -1,0 +1,154 @@
+"""A real server over the small target and an oracle drafter, in either topology, and what its stages hold.
+
+The `ddtree`, `tree_builder` and `target_verifier` models are the product's; the drafter (topology `bls`), or
+the composition of the stages (`in_process`), comes from tests/triton/repositories.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from contextlib import closing
+from dataclasses import dataclass
+from http.client import HTTPConnection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tritonclient.grpc as grpc
+from tritonclient.utils import np_to_triton_dtype
+
+from ddtree.text import TextCodec
+from ddtree_client import Client
+from ddtree_local.server import LocalTriton
+from tests.fakes.pipeline import GreedyReference
+from tests.fakes.tiny_models import make_draft, make_target
+
+REPOSITORIES = Path(__file__).parent / "repositories"
+ORACLE = Path(__file__).parents[1] / "fakes" / "oracle_drafter.py"
+STAGES = ("target_verifier", "drafter")
+_EXTRA_DRAFTER_INPUT = 'input [ { name: "noise" data_type: TYPE_FP32 dims: [ 1 ] optional: true } ]\n'
+_QUIET_S = 10.0
+
+
+@dataclass(frozen=True)
+class TinyPair:
+    """Checkpoint folders of the small target and of a draft for it."""
+
+    target: Path
+    draft: Path
+
+    @classmethod
+    def make(cls, folder: Path) -> TinyPair:
+        return cls(make_target(folder / "target"), make_draft(folder / "draft"))
+
+    def environment(self, topology: str) -> dict[str, str]:
+        return {
+            "DDTREE_TARGET": str(self.target),
+            "DDTREE_DRAFT": str(self.draft),
+            "DDTREE_TOPOLOGY": topology,
+            "DDTREE_TEST_ORACLE": str(ORACLE),
+            "DDTREE_DTYPE": "float32",
+            "DDTREE_THREADS": "1",  # more would only spin: the model is tiny
+            "OMP_NUM_THREADS": "1",
+            "DDTREE_KV_CACHE_MIB": "4",
+            "DDTREE_PREFILL_CHUNK": "32",
+        }
+
+
+def make_repository(folder: Path, product: Path, topology: str) -> Path:
+    """The product's models with the oracle in place of the drafter."""
+    ignored = shutil.ignore_patterns("__pycache__")
+    models = ("ddtree",) if topology == "in_process" else ("ddtree", "tree_builder", "target_verifier", "drafter")
+    for model in models:
+        shutil.copytree(product / model, folder / model, ignore=ignored)
+    shutil.copytree(REPOSITORIES / topology, folder, ignore=ignored, dirs_exist_ok=True)
+    if topology == "bls":
+        with (folder / "drafter" / "config.pbtxt").open("a") as config:
+            config.write(_EXTRA_DRAFTER_INPUT)
+    return folder
+
+
+@dataclass(frozen=True)
+class Held:
+    """What the stages hold."""
+
+    sessions: int
+    pages: int
+
+
+@dataclass
+class OracleServer:
+    """A running server and the ways tests talk to it."""
+
+    triton: LocalTriton
+    topology: str
+    codec: TextCodec
+    reference: GreedyReference
+
+    def client(self) -> Client:
+        return Client(self.triton.grpc_url, timeout_s=60.0)
+
+    def held(self) -> Held:
+        """Sessions and pages of both stages together, from the stages themselves."""
+        if self.topology == "in_process":
+            usages = self._order("describe")
+        else:
+            infos = [self.call(stage, "describe", wanted="info") for stage in STAGES]
+            usages = [json.loads(info[0])["usage"] for info in infos]
+        return Held(sum(u["sessions"] for u in usages), sum(u["pages_used"] for u in usages))
+
+    def assert_quiet(self) -> None:
+        """The server answers rightly, and its stages hold nothing a moment after the last request ended."""
+        with self.client() as client:
+            prompt = tuple(b"alive?")
+            answer = client.generate(input_ids=prompt, max_tokens=9, tree_budget=16)
+            assert list(answer.token_ids) == self.reference(prompt, 9)
+        deadline = time.monotonic() + _QUIET_S
+        while (held := self.held()) != Held(0, 0):
+            assert time.monotonic() < deadline, f"the stages still hold {held}"
+            time.sleep(0.02)
+
+    def set_noise(self, noise: float) -> None:
+        """How often the oracle errs from now on."""
+        if self.topology == "in_process":
+            self._order(f"noise {noise}")
+        else:
+            self.call("drafter", "set_noise", noise=np.array([noise], dtype=np.float32))
+
+    def lose(self, stage: str) -> None:
+        """Let a stage forget its sessions; only topology in_process can let the verifier do so."""
+        if self.topology == "in_process":
+            self._order(f"lose {stage}")
+        else:
+            assert stage == "drafter", "the product's verifier has no such operation"
+            self.call("drafter", "lose")
+
+    def call(self, model: str, operation: str, wanted: str = "status", **arrays: np.ndarray[Any, Any]) -> Any:
+        """One operation of a stage model; gives the wanted output."""
+        op = np.array([operation.encode()], dtype=np.object_)
+        inputs = []
+        for name, array in {"op": op, **arrays}.items():
+            inputs.append(grpc.InferInput(name, array.shape, np_to_triton_dtype(array.dtype)))
+            inputs[-1].set_data_from_numpy(array)
+        with grpc.InferenceServerClient(self.triton.grpc_url) as client:
+            result = client.infer(model, inputs, outputs=[grpc.InferRequestedOutput(wanted)])
+            return result.as_numpy(wanted)
+
+    def post(self, path: str, body: dict[str, Any]) -> tuple[int, str]:
+        """One HTTP request to the model `ddtree`: status and body."""
+        with closing(self.connect()) as connection:
+            connection.request("POST", f"/v2/models/ddtree/{path}", json.dumps(body))
+            response = connection.getresponse()
+            return response.status, response.read().decode()
+
+    def connect(self) -> HTTPConnection:
+        host, port = self.triton.http_url.split(":")
+        return HTTPConnection(host, int(port), timeout=30)
+
+    def _order(self, order: str) -> list[dict[str, int]]:
+        status, body = self.post("generate", {"text_input": f"stages:{order}"})
+        assert status == 200, body
+        usages: list[dict[str, int]] = json.loads(json.loads(body)["text_output"])
+        return usages

@@ -1,0 +1,62 @@
+"""The drafter stage with the tests' oracle instead of a DFlash draft; everything else of a stage is real.
+
+The oracle's file is named by DDTREE_TEST_ORACLE: the tests are no installed package. Two operations more than
+a drafter has: `set_noise`, and `lose`, which forgets all sessions at the next draft.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from ddtree.config import ServingConfig
+from ddtree.models.draft_checkpoint import draft_hash, open_checkpoint
+from ddtree.triton_io import stage_model
+from ddtree.types import DraftRequest
+from ddtree.wire import Arrays
+
+
+def _load_oracle(config: ServingConfig) -> Any:
+    spec = importlib.util.spec_from_file_location("oracle_drafter", os.environ["DDTREE_TEST_ORACLE"])
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    block_size = open_checkpoint(config.draft).config.block_size
+    return module.OracleDrafter(
+        config.target, block_size=block_size, draft_hash=draft_hash(config.draft), noise=0.6
+    )
+
+
+class TritonPythonModel(stage_model._StageModel):
+    """The model `drafter`."""
+
+    def _load(self, model_config: Mapping[str, Any]) -> dict[str, stage_model.Operation]:
+        config = ServingConfig.from_triton(model_config)
+        torch.set_num_threads(1)
+        oracle = _load_oracle(config)
+
+        def set_noise(arrays: Mapping[str, Any]) -> Arrays:
+            oracle.noise = float(arrays["noise"][0])
+            return _done()
+
+        def lose(_: Mapping[str, Any]) -> Arrays:
+            oracle.lose_next = True
+            return _done()
+
+        return {
+            "describe": stage_model._describe(oracle.info),
+            "release": stage_model._release(oracle),
+            "draft": stage_model._exchange(oracle.draft, DraftRequest, torch.float32),
+            "set_noise": set_noise,
+            "lose": lose,
+        }
+
+
+def _done() -> Arrays:
+    return {"status": np.zeros(1, dtype=np.int32)}
