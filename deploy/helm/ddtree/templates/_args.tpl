@@ -1,0 +1,101 @@
+{{/* tritonserver's arguments, and the environment that the models' config.pbtxt read. */}}
+
+{{- define "ddtree.args" -}}
+{{- $s := .Values.server -}}
+- --model-repository={{ eq .Values.engine.topology "in_process" | ternary "/models-in-process" "/models" }}
+- --model-control-mode=none
+- --disable-auto-complete-config
+- --strict-readiness=true
+- --exit-on-error=true
+- --exit-timeout-secs={{ $s.exitTimeoutSeconds }}
+- --backend-config=python,shm-region-prefix-name=ddtree_
+- --backend-config=python,thread-pool-size={{ $s.threadPoolSize }}
+- --backend-config=python,stub-timeout-seconds={{ $s.stubTimeoutSeconds }}
+- --http-port=8000
+- --http-address={{ $s.http.exposed | ternary "0.0.0.0" "127.0.0.1" }}
+- --grpc-port=8001
+- --metrics-port=8002
+{{- if $s.grpc.maxConnectionAgeSeconds }}
+- --grpc-max-connection-age={{ mul $s.grpc.maxConnectionAgeSeconds 1000 }}
+- --grpc-max-connection-age-grace={{ mul $s.grpc.maxConnectionAgeGraceSeconds 1000 }}
+{{- end }}
+{{- if .Values.tls.enabled }}
+- {{ .Values.tls.mutual | ternary "--grpc-use-ssl-mutual=true" "--grpc-use-ssl=true" }}
+- --grpc-server-cert=/etc/ddtree-tls/tls.crt
+- --grpc-server-key=/etc/ddtree-tls/tls.key
+{{- if .Values.tls.mutual }}
+- --grpc-root-cert=/etc/ddtree-tls/ca.crt
+{{- end }}
+{{- end }}
+- --log-verbose={{ $s.logVerbose }}
+{{- range $s.extraArgs }}
+- {{ . | quote }}
+{{- end }}
+{{- end -}}
+
+{{- define "ddtree.env" -}}
+{{- $e := .Values.engine -}}
+- name: DDTREE_TARGET
+  value: {{ include "ddtree.checkpointPath" (dict "root" . "which" "target") | quote }}
+- name: DDTREE_DRAFT
+  value: {{ include "ddtree.checkpointPath" (dict "root" . "which" "draft") | quote }}
+{{- range $name, $value := dict
+    "TOPOLOGY" $e.topology
+    "DTYPE" $e.dtype
+    "DEVICE" (include "ddtree.device" (dict "root" . "which" "target"))
+    "KV_CACHE_MIB" ($e.kvCacheMiB | int64)
+    "DRAFT_KV_CACHE_MIB" ($e.draftKvCacheMiB | int64)
+    "PAGE_SIZE" ($e.pageSize | int64)
+    "PREFILL_CHUNK" ($e.prefillChunk | int64)
+    "MAX_SEQUENCES" ($e.maxSequences | int64)
+    "MAX_WAITING" ($e.maxWaiting | int64)
+    "MAX_NODES" ($e.maxNodes | int64)
+    "SESSION_TTL_S" ($e.sessionTtlSeconds | int64) }}
+- name: DDTREE_{{ $name }}
+  value: {{ $value | toString | quote }}
+{{- end }}
+- name: DDTREE_THREADS
+{{- if int64 $e.threads }}
+  value: {{ $e.threads | int64 | toString | quote }}
+{{- else }}
+  valueFrom:
+    resourceFieldRef:
+      resource: limits.cpu
+{{- end }}
+{{- if eq .Values.gpu.placement "split" }}
+- name: DDTREE_DRAFT_DEVICE
+  value: {{ include "ddtree.device" (dict "root" . "which" "draft") | quote }}
+{{- end }}
+{{- /* The root filesystem is read-only: everything that caches is led to /tmp, and nothing asks the hub. */}}
+- name: HOME
+  value: /tmp
+- name: HF_HUB_OFFLINE
+  value: "1"
+- name: TRITON_CACHE_DIR
+  value: /tmp/triton-kernels
+- name: TORCHINDUCTOR_CACHE_DIR
+  value: /tmp/torch-inductor
+- name: CUDA_CACHE_PATH
+  value: /tmp/cuda
+{{- with .Values.server.adminKeySecret.name }}
+- name: DDTREE_ADMIN_KEY
+  valueFrom:
+    secretKeyRef:
+      name: {{ . }}
+      key: {{ $.Values.server.adminKeySecret.key }}
+{{- end }}
+{{- with .Values.extraEnv }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{/* The device of a stage. Arguments: dict "root" $ "which" "target" or "draft". */}}
+{{- define "ddtree.device" -}}
+{{- if not (int .root.Values.gpu.count) -}}
+cpu
+{{- else if and (eq .root.Values.gpu.placement "split") (eq .which "draft") -}}
+cuda:1
+{{- else -}}
+cuda:0
+{{- end -}}
+{{- end -}}
