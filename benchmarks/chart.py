@@ -13,6 +13,7 @@ from typing import Any
 
 import click
 import matplotlib as mpl
+from matplotlib import patheffects
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -40,6 +41,16 @@ class _Reference:
     style: str
 
 
+@dataclass(frozen=True)
+class _Panel:
+    """One quantity against the budget."""
+
+    quantity: str
+    budgets: Sequence[int | str]
+    lines: Sequence[_Line]
+    references: Sequence[_Reference]
+
+
 _LINES = (
     _Line("in-process", "tree, in process", _BLUE, "o"),
     _Line("grpc", "tree, gRPC (BLS)", _ORANGE, "s"),
@@ -59,14 +70,16 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
     with mpl.rc_context({"font.size": 11, "axes.spines.top": False, "axes.spines.right": False}):
         figure = Figure(figsize=(9.5, 9), dpi=140, layout="constrained")
         speed, accepted = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
-        _draw_panel(speed, result, "tokens_per_s", budgets, _LINES)
-        _draw_panel(accepted, result, "acceptance_length", budgets, _LINES[:1])
+        _draw_panel(speed, _Panel("tokens_per_s", budgets, _LINES, _REFERENCES), result)
+        # transformers, as plain decoding, emits one token a round: one line is enough.
+        _draw_panel(accepted, _Panel("acceptance_length", budgets, _LINES[:1], _REFERENCES[:-1]), result)
         speed.set_ylabel("tokens per second, decoding")
         accepted.set_ylabel("acceptance length, tokens per round")
         accepted.set_xlabel("budget, draft nodes")
         accepted.set_xticks(range(len(budgets)), [str(budget) for budget in budgets])
-        accepted.set_xlim(-0.3, len(budgets) - 0.7 + 1.05)
-        speed.legend(loc="upper center", bbox_to_anchor=(0.42, 1.16), ncols=3, frameon=False)
+        accepted.set_xlim(-0.45, len(budgets) - 0.7 + 1.05)
+        if speed.get_legend_handles_labels()[0]:
+            speed.legend(loc="upper center", bbox_to_anchor=(0.42, 1.12), ncols=3, frameon=False)
         figure.suptitle(_title(result), x=0.02, ha="left", fontweight="bold")
         figure.supxlabel(_caption(result), x=0.02, ha="left", fontsize=8.5, color="#444444")
         figure.savefig(path)
@@ -80,33 +93,50 @@ def _budgets(result: Mapping[str, Any]) -> list[int | str]:
     return [*sizes, "auto"] if "auto" in found else sizes
 
 
-def _draw_panel(
-    axes: Axes, result: Mapping[str, Any], quantity: str, budgets: Sequence[int | str], lines: Sequence[_Line]
-) -> None:
-    contenders = result["contenders"]
+def _draw_panel(axes: Axes, panel: _Panel, result: Mapping[str, Any]) -> None:
+    contenders, quantity = result["contenders"], panel.quantity
     top = 0.0
-    for index, line in enumerate(lines):
+    for index, line in enumerate(panel.lines):
         # Beside one another: bars on the same spot could not be told apart.
-        shift = (index - (len(lines) - 1) / 2) * 0.09
+        shift = (index - (len(panel.lines) - 1) / 2) * 0.09
         points = [
             (place + shift, facts[quantity], budget)
-            for place, budget in enumerate(budgets)
+            for place, budget in enumerate(panel.budgets)
             if (facts := contenders.get(f"{line.player}/tree-{budget}")) and facts[quantity]
         ]
         _draw_points(axes, [point for point in points if point[2] != "auto"], line, label=line.label)
         # Not a size: it does not belong to the line.
         _draw_points(axes, [point for point in points if point[2] == "auto"], line, label=None)
         top = max([top, *(spread["q3"] for _, spread, _ in points)])
+        if index == 0:  # the numbers of one line; of all they would cover one another
+            _write_values(axes, [(place, spread["median"]) for place, spread, _ in points], line.colour)
     shown = [
         (reference, contenders[reference.name][quantity])
-        for reference in _REFERENCES
+        for reference in panel.references
         if reference.name in contenders and contenders[reference.name][quantity]
     ]
     top = max([top, *(spread["median"] for _, spread in shown)])
     axes.set_ylim(0, top * 1.1 or 1)
-    _draw_references(axes, shown, right=len(budgets) - 0.55, least_gap=top * 0.07)
+    _draw_references(axes, shown, right=len(panel.budgets) - 0.55, least_gap=top * 0.07)
     axes.grid(axis="y", color="#e6e6e6", linewidth=0.8)
     axes.set_axisbelow(True)
+
+
+def _write_values(axes: Axes, points: Sequence[tuple[float, float]], colour: str) -> None:
+    before = 0.0
+    for place, value in points:
+        # On the side of the marker where the line from the point before does not run.
+        down = value < before
+        axes.annotate(
+            _shown(value), (place, value), (-6, -3 if down else 3), textcoords="offset points",
+            ha="right", va="top" if down else "bottom", fontsize=9.5, color=colour, zorder=4,
+            path_effects=[patheffects.withStroke(linewidth=3, foreground="white")],
+        )  # fmt: skip
+        before = value
+
+
+def _shown(value: float) -> str:
+    return f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
 def _draw_points(
@@ -140,11 +170,11 @@ def _draw_references(
     for reference, spread in sorted(shown, key=lambda each: each[1]["median"]):
         value = spread["median"]
         axes.hlines(
-            value, -0.3, right, color=reference.colour, linestyle=reference.style, linewidth=1.6, zorder=2
+            value, -0.45, right, color=reference.colour, linestyle=reference.style, linewidth=1.6, zorder=2
         )
         at = max(value, at + least_gap)
         axes.annotate(
-            f"{reference.label}  {value:.{1 if value >= 10 else 2}f}",
+            f"{reference.label}  {_shown(value)}",
             xy=(right, value),
             xytext=(right + 0.05, at),
             color=reference.colour,

@@ -75,7 +75,9 @@ def _rounded(value: Any) -> Any:
 
 def contender_table(runs: Runs) -> Table:
     """One line per contender: medians, and quartiles of the speed."""
-    table = Table(title="Decoding one sequence at a time (medians over prompts and repeats; τ: acceptance length)")
+    table = Table(
+        title="Decoding one sequence at a time (medians over prompts and repeats; τ: acceptance length)"
+    )
     table.add_column("contender")
     for column in ("tokens/s", "quartiles", "end to end", "τ", "nodes", "round ms", "= transformers"):
         table.add_column(column, justify="right")
