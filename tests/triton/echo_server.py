@@ -17,6 +17,8 @@ from tritonclient.utils import np_to_triton_dtype
 from ddtree.text import TextCodec
 from ddtree_local.server import LocalTriton
 
+FOX = "The quick brown fox 😀"
+
 
 @dataclass
 class EchoServer:
@@ -55,6 +57,7 @@ class Received:
     outputs: dict[str, np.ndarray[Any, Any]]
     is_final: bool
     error: str = ""
+    status: str = ""  # of the stream, for clients that ask for it
 
 
 @dataclass
@@ -64,12 +67,12 @@ class Stream:
     client: Any
     responses: queue.Queue[Received] = field(default_factory=queue.Queue)
 
-    def open(self) -> None:
-        self.client.start_stream(callback=self._receive)
+    def open(self, **options: Any) -> None:
+        self.client.start_stream(callback=self._receive, **options)
 
     def _receive(self, result: Any, error: Any) -> None:
         if error is not None:
-            self.responses.put(Received({}, True, str(error)))
+            self.responses.put(Received({}, True, str(error), str(error.status())))
             return
         response = result.get_response()
         outputs = {output.name: result.as_numpy(output.name) for output in response.outputs}
@@ -117,3 +120,29 @@ def joined(received: list[Received]) -> str:
     return b"".join(
         part for response in received for part in response.outputs["text_output"].tolist()
     ).decode()
+
+
+EXISTING_CLIENTS = {
+    # TensorRT-LLM's end_to_end_grpc_client: text, every optional tensor at its neutral value.
+    "end to end": {
+        "text_input": text(FOX), "max_tokens": ints(100), "bad_words": text(""), "stop_words": text(""),
+        "stream": flags(True), "beam_width": ints(1), "temperature": floats(1.0), "top_k": ints(1),
+        "top_p": floats(0.0), "repetition_penalty": floats(1.0), "length_penalty": floats(1.0),
+        "return_log_probs": flags(False), "return_context_logits": flags(False), "end_id": ints(1),
+        "return_generation_logits": flags(False), "random_seed": np.array([[0]], np.uint64),
+        "pad_id": ints(1), "num_return_sequences": ints(1), "use_draft_logits": flags(False),
+    },
+    # LlamaIndex's NvidiaTriton.
+    "llama index": {
+        "text_input": text(FOX), "max_tokens": ints(100), "temperature": floats(1.0), "top_k": ints(1),
+        "top_p": floats(0.0), "beam_width": ints(1), "repetition_penalty": floats(1.0),
+        "length_penalty": floats(1.0), "random_seed": np.array([[0]], np.uint64), "stream": flags(True),
+    },
+    # Triton's OpenAI front end.
+    "openai": {
+        "text_input": text(FOX), "stream": flags(True), "max_tokens": ints(100), "temperature": floats(0.0),
+        "top_p": floats(1.0), "frequency_penalty": floats(0.0), "presence_penalty": floats(0.0),
+        "seed": np.array([[3]], np.uint64), "exclude_input_in_output": flags(True),
+        "return_num_input_tokens": flags(True), "return_num_output_tokens": flags(True),
+    },
+}  # fmt: skip

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,11 +15,21 @@ import tritonclient.grpc as grpc
 from ddtree.text import TextCodec
 from ddtree_local.server import LocalTriton
 from tests.fakes import tokenizers
-from tests.triton.echo_server import EchoServer, Stream, flags, floats, ints, joined, one, text
+from tests.triton.echo_server import (
+    EXISTING_CLIENTS,
+    FOX,
+    EchoServer,
+    Stream,
+    flags,
+    floats,
+    ints,
+    joined,
+    one,
+    text,
+)
 
 pytestmark = pytest.mark.triton
 
-FOX = "The quick brown fox 😀"
 SLOW = "slow " + "The quick brown fox jumps over the lazy dog. " * 4
 
 
@@ -154,6 +163,15 @@ def test_bad_requests_get_one_error(
     assert sum(after.values()) - sum(before.values()) == 1, "only the report itself reached the engine"
 
 
+@pytest.mark.parametrize(("prompt", "status"), [("", "INVALID_ARGUMENT"), ("fail and fail", "UNAVAILABLE")])
+def test_errors_carry_a_status_for_clients_that_ask(server: EchoServer, prompt: str, status: str) -> None:
+    with grpc.InferenceServerClient(server.triton.grpc_url) as client:
+        stream = Stream(client)
+        stream.open(headers={"triton_grpc_error": "true"})
+        (received,) = stream.ask({"text_input": text(prompt)})
+        assert received.status == f"StatusCode.{status}"
+
+
 def test_generate_maps_a_refusal_to_bad_request(server: EchoServer) -> None:
     status, body = server.post("generate", {"text_input": "", "max_tokens": 3})
     assert status == 400
@@ -236,44 +254,11 @@ def test_a_dropped_connection_ends_the_sequence(server: EchoServer) -> None:
     server.wait_for_cancelled(before + 1)
 
 
-def test_many_requests_overlap(stream: Stream) -> None:
-    ask = {"text_input": text(SLOW), "max_tokens": ints(30), "stream": flags(True)}
-    began = time.monotonic()
-    stream.ask(ask)
-    alone = time.monotonic() - began
-    began = time.monotonic()
+def test_many_requests_overlap(server: EchoServer, stream: Stream) -> None:
     for number in range(8):
-        stream.send(ask, request_id=str(number))
-    finals = 0
-    while finals < 8:
-        finals += stream.responses.get(timeout=20).is_final
-    assert time.monotonic() - began < 4 * alone
-
-
-EXISTING_CLIENTS = {
-    # TensorRT-LLM's end_to_end_grpc_client: text, every optional tensor at its neutral value.
-    "end to end": {
-        "text_input": text(FOX), "max_tokens": ints(100), "bad_words": text(""), "stop_words": text(""),
-        "stream": flags(True), "beam_width": ints(1), "temperature": floats(1.0), "top_k": ints(1),
-        "top_p": floats(0.0), "repetition_penalty": floats(1.0), "length_penalty": floats(1.0),
-        "return_log_probs": flags(False), "return_context_logits": flags(False), "end_id": ints(1),
-        "return_generation_logits": flags(False), "random_seed": np.array([[0]], np.uint64),
-        "pad_id": ints(1), "num_return_sequences": ints(1), "use_draft_logits": flags(False),
-    },
-    # LlamaIndex's NvidiaTriton.
-    "llama index": {
-        "text_input": text(FOX), "max_tokens": ints(100), "temperature": floats(1.0), "top_k": ints(1),
-        "top_p": floats(0.0), "beam_width": ints(1), "repetition_penalty": floats(1.0),
-        "length_penalty": floats(1.0), "random_seed": np.array([[0]], np.uint64), "stream": flags(True),
-    },
-    # Triton's OpenAI front end.
-    "openai": {
-        "text_input": text(FOX), "stream": flags(True), "max_tokens": ints(100), "temperature": floats(0.0),
-        "top_p": floats(1.0), "frequency_penalty": floats(0.0), "presence_penalty": floats(0.0),
-        "seed": np.array([[3]], np.uint64), "exclude_input_in_output": flags(True),
-        "return_num_input_tokens": flags(True), "return_num_output_tokens": flags(True),
-    },
-}  # fmt: skip
+        stream.send({"text_input": text(SLOW), "max_tokens": ints(30)}, request_id=str(number))
+    assert all(stream.responses.get(timeout=20).is_final for _ in range(8))
+    assert server.report()["most at once"] >= 4
 
 
 @pytest.mark.parametrize("name", EXISTING_CLIENTS)

@@ -107,7 +107,8 @@ class Orchestrator:
             answer.fail(error)
         except Exception:  # noqa: BLE001 - a caller must get an answer
             _LOG.exception("request %r failed", request_id)
-            answer.fail(DDTreeError(f"the server failed on request {request_id!r}; its log says why"))
+            name = f"request {request_id!r}" if request_id else "this request"
+            answer.fail(DDTreeError(f"the server failed on {name}; its log says why"))
         finally:
             channel.close()
 

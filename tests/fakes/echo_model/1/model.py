@@ -35,12 +35,26 @@ class EchoEngine:
     def __init__(self, text: TextCodec) -> None:
         self._text = text
         self._ended: Counter[str] = Counter()
+        self._live = 0
 
     async def start(self) -> None:
         """Nothing to reach."""
 
     async def generate(self, params: GenerationParams, sink: Sink) -> None:
         """Repeat the prompt."""
+        self._live += 1
+        self._ended["most at once"] = max(self._ended["most at once"], self._live)
+        try:
+            await self._repeat(params, sink)
+        finally:
+            self._live -= 1
+
+    async def stop(self) -> None:
+        """Leave a trace in the server's log."""
+        await asyncio.sleep(0)
+        _LOG.warning("the echo engine was stopped")
+
+    async def _repeat(self, params: GenerationParams, sink: Sink) -> None:
         order, _, _ = self._text.decode(params.prompt_ids).partition(" ")
         ids = list(params.prompt_ids)
         if order == "report":
@@ -64,11 +78,6 @@ class EchoEngine:
             if delta.finish_reason:
                 self._ended[delta.finish_reason] += 1
                 return
-
-    async def stop(self) -> None:
-        """Leave a trace in the server's log."""
-        await asyncio.sleep(0)
-        _LOG.warning("the echo engine was stopped")
 
 
 class TritonPythonModel(RealModel):
