@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import tritonclient.grpc as grpc
+from safetensors.torch import load_file, save_file
 from tritonclient.utils import np_to_triton_dtype
 
 from ddtree.text import TextCodec
@@ -25,6 +26,9 @@ from ddtree_local.server import LocalTriton
 from tests.fakes.pipeline import GreedyReference
 from tests.fakes.tiny_models import make_draft, make_target
 
+# After SPARK the small target says these bytes, one token each, whatever came before.
+SPARK = 1
+SPOKEN = "😀é世"
 REPOSITORIES = Path(__file__).parent / "repositories"
 ORACLE = Path(__file__).parents[1] / "fakes" / "oracle_drafter.py"
 STAGES = ("target_verifier", "drafter")
@@ -41,7 +45,9 @@ class TinyPair:
 
     @classmethod
     def make(cls, folder: Path) -> TinyPair:
-        return cls(make_target(folder / "target"), make_draft(folder / "draft"))
+        target = make_target(folder / "target")
+        _teach_spoken(target)
+        return cls(target, make_draft(folder / "draft"))
 
     def environment(self, topology: str) -> dict[str, str]:
         return {
@@ -55,6 +61,23 @@ class TinyPair:
             "DDTREE_KV_CACHE_MIB": "4",
             "DDTREE_PREFILL_CHUNK": "32",
         }
+
+
+def _teach_spoken(target: Path) -> None:
+    """Let each byte of SPOKEN follow the one before it; what comes after the last one is random again.
+
+    Such a token's embedding is a direction of its own, too long for the layers to turn, and the head's row of
+    the next token points the same way.
+    """
+    codec = TextCodec.from_folder(target)
+    spoken = codec.encode(SPOKEN)
+    weights = load_file(target / "model.safetensors")
+    for direction, (token, following) in enumerate(zip([SPARK, *spoken[:-1]], spoken, strict=True)):
+        weights["model.embed_tokens.weight"][token] = 0
+        weights["model.embed_tokens.weight"][token, direction] = 300
+        weights["lm_head.weight"][:, direction] = 0
+        weights["lm_head.weight"][following, direction] = 2
+    save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
 
 
 def make_repository(folder: Path, product: Path, topology: str) -> Path:
@@ -93,7 +116,7 @@ class OracleServer:
     def held(self) -> Held:
         """Sessions and pages of both stages together, from the stages themselves."""
         if self.topology == "in_process":
-            usages = self._order("describe")
+            usages = self._order("describe")[:2]
         else:
             infos = [self.call(stage, "describe", wanted="info") for stage in STAGES]
             usages = [json.loads(info[0])["usage"] for info in infos]
@@ -124,6 +147,18 @@ class OracleServer:
         else:
             assert stage == "drafter", "the product's verifier has no such operation"
             self.call("drafter", "lose")
+
+    def rounds(self) -> int:
+        """Rounds with drafts so far; each builds its trees in one call."""
+        if self.topology == "in_process":
+            return self._order("describe")[2]["rounds"]
+        return self.executions("tree_builder")
+
+    def executions(self, model: str) -> int:
+        """Calls that a model has answered, by Triton's own count."""
+        with grpc.InferenceServerClient(self.triton.grpc_url) as client:
+            (stats,) = client.get_inference_statistics(model).model_stats
+            return int(stats.execution_count)
 
     def call(self, model: str, operation: str, wanted: str = "status", **arrays: np.ndarray[Any, Any]) -> Any:
         """One operation of a stage model; gives the wanted output."""

@@ -19,7 +19,7 @@ import triton_python_backend_utils as pb_utils
 
 from ddtree import assembly
 from ddtree.config import ServingConfig
-from ddtree.engine import Engine
+from ddtree.engine import Engine, RoundRecord
 from ddtree.models.draft_checkpoint import draft_hash, open_checkpoint
 from ddtree.scheduler import Scheduler
 from ddtree.stages.in_process import InProcessStages
@@ -43,7 +43,10 @@ class TritonPythonModel(orchestrator.TritonPythonModel):
             prefill_chunk=config.prefill_chunk,
         )
         self._stages = InProcessStages(self._verifier, self._oracle)
-        engine = Engine(self._stages, text, scheduler=scheduler, feed_chunk=config.prefill_chunk)
+        self._rounds = 0
+        engine = Engine(
+            self._stages, text, scheduler=scheduler, feed_chunk=config.prefill_chunk, on_round=self._count_round
+        )
         self._orchestrator = orchestrator.Orchestrator(engine, text)
 
     async def execute(self, requests: Sequence[Any]) -> None:
@@ -60,6 +63,9 @@ class TritonPythonModel(orchestrator.TritonPythonModel):
                 request.get_response_sender().send(response, pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
         await super().execute(real)
 
+    def _count_round(self, _: RoundRecord) -> None:
+        self._rounds += 1
+
     def _obey(self, order: list[str]) -> str:
         match order:
             case ["noise", noise]:
@@ -71,7 +77,7 @@ class TritonPythonModel(orchestrator.TritonPythonModel):
             case _:
                 assert order == ["describe"], order
         self._verifier.check_integrity()
-        return json.dumps([asdict(self._verifier.usage()), asdict(self._oracle.usage())])
+        return json.dumps([asdict(self._verifier.usage()), asdict(self._oracle.usage()), {"rounds": self._rounds}])
 
 
 def _order_of(request: Any) -> str | None:
