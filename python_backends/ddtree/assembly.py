@@ -77,7 +77,7 @@ def _build_verifier(config: ServingConfig, target: TargetModel) -> TargetVerifie
         draft_hash=draft_hash(config.draft),
         feature_size=draft.config.hidden_size,
     )
-    verifier.measure_cost()
+    verifier.measure_cost(repeats=5)
     _LOG.info("target loaded from %s", config.target)
     return verifier
 
@@ -99,7 +99,7 @@ def _build_drafter(
         head=head,
         draft_hash=draft_hash(config.draft),
     )
-    drafter.measure_cost()
+    drafter.measure_cost(repeats=10)
     _LOG.info("drafter loaded from %s", config.draft)
     return drafter
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from statistics import median
 
 import numpy as np
 from numpy.typing import NDArray
@@ -78,9 +77,10 @@ def _never_falling(ms: Sequence[float]) -> NDArray[np.float64]:
 
 
 def measure(step: Callable[[int], None], rows: Sequence[int], repeats: int) -> CostCurve:
-    """Time `step(rows)` for each row count: medians of `repeats` after one call that is not counted.
+    """Time `step(rows)` for each row count: the fastest of `repeats` after one call that is not counted.
 
-    Row counts take turns, so that a slow moment of the machine falls on all of them alike.
+    Whatever else the machine does only adds time (other models load while this one measures), so the fastest
+    call says best what a step costs. Row counts take turns, so that a slow moment falls on all of them alike.
     """
     samples: dict[int, list[float]] = {count: [] for count in rows}
     for repeat in range(repeats + 1):
@@ -89,7 +89,7 @@ def measure(step: Callable[[int], None], rows: Sequence[int], repeats: int) -> C
             step(count)
             if repeat:
                 times.append((time.perf_counter() - start) * 1e3)
-    return CostCurve(tuple(samples), tuple(median(times) for times in samples.values()))
+    return CostCurve(tuple(samples), tuple(min(times) for times in samples.values()))
 
 
 def choose(

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from ddtree.budget import CostCurve
 
-_MEMORY = 0.1  # weight of the newest round in the running means
+_MEMORY = 0.1  # least weight of the newest round in the running means; the first rounds weigh more
 _SLOWEST, _FASTEST = 8.0, 0.125  # a round further off the curve than this was interrupted by something else
 _PAUSE_ROUNDS = 24  # plain rounds before drafting is tried again
 _TRIAL_ROUNDS = 6  # drafted rounds before drafting is judged
@@ -29,6 +29,7 @@ class RoundCost:
         self._rows = curve.rows[-1]
         self._scale = 1.0
         self._draft_ms = draft_ms
+        self._rounds = 0
         self._gain = 1.0  # rate of drafted rounds over the rate plain ones would have
         self._drafted_rounds = 0
         self._pause_left = 0
@@ -51,10 +52,12 @@ class RoundCost:
         ratio = verify_ms / self._curve.at(rows)
         if not _FASTEST < ratio < _SLOWEST:
             return
-        self._scale += _MEMORY * (ratio - self._scale)
+        self._rounds += 1
+        weight = max(_MEMORY, 1 / (self._rounds + 1))
+        self._scale += weight * (ratio - self._scale)
         if draft_ms <= 0:
             return
-        self._draft_ms += _MEMORY * (draft_ms - self._draft_ms)
+        self._draft_ms += weight * (draft_ms - self._draft_ms)
         plain_rate = sequences / (self._curve.at(sequences) * ratio)
         self._gain += _MEMORY * (emitted / (draft_ms + verify_ms) / plain_rate - self._gain)
         self._drafted_rounds += 1

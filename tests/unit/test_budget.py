@@ -150,10 +150,10 @@ class SleepyStep:
     ("repeats", "slow_calls"),
     [
         pytest.param(1, (1,), id="the first call does not count"),
-        pytest.param(3, (3,), id="one hiccup does not"),
+        pytest.param(3, (2, 4), id="hiccups do not, though they are most calls"),
     ],
 )
-def test_measuring_takes_medians_of_warm_calls(repeats: int, slow_calls: tuple[int, ...]) -> None:
+def test_measuring_takes_the_fastest_of_warm_calls(repeats: int, slow_calls: tuple[int, ...]) -> None:
     step = SleepyStep(slow_calls)
     curve = measure(step, (1, 8), repeats)
     assert curve.rows == (1, 8)
