@@ -19,6 +19,7 @@ DTYPE ?=
 TESTS ?=
 BENCH_ARGS ?=
 
+DFLASH := dflash==0.1.0
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -61,6 +62,8 @@ $(STAMP): $(REQUIREMENTS) $(PACKAGES:=/pyproject.toml) $(PREREQUISITES)
 	@# Quiet only where nobody watches: torch alone is a long download.
 	@$(BIN)/python -m pip install --disable-pip-version-check $(if $(CI)$(wildcard $(STAMP)),--quiet) $(PIP_ARGS) \
 	    $(addprefix -r ,$(filter-out requirements/constraints.txt,$(REQUIREMENTS)))
+	@# The public reference of the drafter's format, for parity tests; it pins another transformers than ours.
+	@$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps $(PIP_ARGS) $(DFLASH)
 	@# Editable and without dependencies: those are the pinned ones above.
 	@$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps $(PIP_ARGS) \
 	    $(addprefix -e ./,$(PACKAGES))
