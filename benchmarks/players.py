@@ -83,8 +83,6 @@ class Worker:
 
     def close(self) -> None:
         """End the worker: its input ends."""
-        if self._log.closed:
-            return
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         try:

@@ -134,7 +134,8 @@ def test_a_prompt_counts_as_the_same_only_if_every_run_of_it_is() -> None:
     runs = Runs(
         [_run(PEER, 1.0, prompt=0), _run(PEER, 1.0, prompt=1), _run(PEER, 1.0, prompt=2)]
         + [_run(TREE_8, 1.0, prompt=prompt) for prompt in range(3)]
-        + [_run(TREE_8, 1.0, repeat=1, prompt=1, tokens=other), _run(TREE_8, 1.0, repeat=1, prompt=2)]
+        + [_run(TREE_8, 1.0, repeat=1, prompt=1, tokens=other)]
+        + [_run(TREE_8, 1.0, repeat=repeat, prompt=prompt) for repeat in (1, 2) for prompt in range(3)]
     )
     assert runs.agreement(TREE_8) == {"prompts": 2, "of": 3}
     assert Runs([_run(TREE_8, 1.0)]).agreement(TREE_8) is None
