@@ -53,8 +53,9 @@ def decode(
             }
             values[name] = decode(kind, inner, feature_dtype)  # type: ignore[arg-type]
         elif kind is torch.Tensor:
-            tensor = torch.from_numpy(np.array(arrays[name]))
-            values[name] = tensor.view(feature_dtype) if name in _FEATURE_FIELDS else tensor
+            array = arrays[name]
+            is_bytes = name in _FEATURE_FIELDS
+            values[name] = _from_bytes(array, feature_dtype) if is_bytes else torch.from_numpy(np.array(array))
         else:
             values[name] = kind(arrays[name][0])
     return message_type(**values)
@@ -62,3 +63,9 @@ def decode(
 
 def _to_bytes(features: torch.Tensor) -> np.ndarray[Any, Any]:
     return features.contiguous().cpu().view(torch.uint8).numpy()
+
+
+def _from_bytes(array: np.ndarray[Any, Any], dtype: torch.dtype) -> torch.Tensor:
+    if not array.size:  # an empty array comes without strides, and no view can be made of it
+        return torch.empty((*array.shape[:-1], array.shape[-1] // dtype.itemsize), dtype=dtype)
+    return torch.from_numpy(np.array(array)).view(dtype)
