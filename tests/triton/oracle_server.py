@@ -107,6 +107,7 @@ class OracleServer:
 
     triton: LocalTriton
     topology: str
+    repository: Path
     codec: TextCodec
     reference: GreedyReference
 

@@ -17,15 +17,20 @@ MESSAGES = (
     types.PrefillRequest, types.PrefillResult, types.DraftRequest, types.DraftResult, types.TreeRequest,
     types.TreeBatch, types.VerifyRequest, types.VerifyResult, types.FeatureRequest, types.FeatureResult,
 )  # fmt: skip
-# The dimensions of every field, by name: S sequences, D positions, K candidates, N nodes, H features, T rows.
+# The dimensions of a field (one a sequence if not listed): S sequences, D positions, K candidates, N nodes,
+# H features, T rows, R row counts.
 SHAPES = {
     "ids": "S", "epochs": "S", "lengths": "S", "token_ids": "T", "counts": "S", "reserve": "S", "status": "S",
     "next_tokens": "S", "features": "TH", "context_ids": "T", "context_features": "TH", "root_tokens": "S",
     "top_ids": "SDK", "top_log_probs": "SDK", "budgets": "S", "is_chain": "S", "round_cost_ms": "R",
     "tokens": "SN", "parents": "SN", "depths": "SN", "accepted_tokens": "SD", "accepted_counts": "S",
-    "bonus_tokens": "S", "starts": "S",
+    "bonus_tokens": "S", "starts": "S", "node_counts": "S", "log_probs": "SDK",
 }  # fmt: skip
-DTYPES = {"ids": torch.int64, "is_chain": torch.bool, "top_log_probs": torch.float32, "round_cost_ms": torch.float32}
+DTYPES = {
+    "ids": torch.int64, "is_chain": torch.bool, "top_log_probs": torch.float32,
+    "round_cost_ms": torch.float32,
+    "log_probs": torch.float32,
+}  # fmt: skip
 FULL = {"S": 3, "D": 2, "K": 4, "N": 5, "H": 6, "T": 7, "R": 8}
 EMPTIES = [
     {"N": 0}, {"D": 0}, {"T": 0}, {"R": 0}, {"S": 0, "T": 0}, {"S": 0, "T": 0, "N": 0, "D": 0, "K": 0, "R": 0},
@@ -39,10 +44,15 @@ def make(message_type: Any, sizes: dict[str, int], feature_dtype: torch.dtype) -
         if is_dataclass(kind):
             values[name] = make(kind, sizes, feature_dtype)
         elif kind is torch.Tensor:
-            shape = [sizes[letter] for letter in SHAPES[name]]
-            dtype = feature_dtype if SHAPES[name] == "TH" else DTYPES.get(name, torch.int32)
+            letters = SHAPES.get(name, "S")
+            shape = [sizes[letter] for letter in letters]
+            dtype = feature_dtype if letters == "TH" else DTYPES.get(name, torch.int32)
             numbers = torch.arange(int(np.prod(shape))).reshape(shape) - 3
             values[name] = numbers % 2 == 0 if dtype is torch.bool else (numbers * 1.0).to(dtype)
+        elif kind == tuple[str, ...]:
+            values[name] = tuple(f'{{"é": {index}}}' if index else "" for index in range(sizes["S"]))
+        elif kind == tuple[str, ...]:
+            values[name] = ('{"a": 1}', "", "ä")
         else:
             values[name] = kind(7)
     return message_type(**values)
@@ -65,7 +75,9 @@ def assert_equal(got: Any, sent: Any) -> None:
 def through_triton(arrays: Arrays) -> Arrays:
     """What comes out on the other side: memory of somebody else's, and empty arrays without strides."""
     return {
-        name: np.frombuffer(array.tobytes(), dtype=array.dtype).reshape(array.shape)
+        name: array.copy()
+        if array.dtype == np.object_
+        else np.frombuffer(array.tobytes(), dtype=array.dtype).reshape(array.shape)
         if array.size
         else as_strided(np.zeros(0, dtype=array.dtype), shape=array.shape, strides=(0,) * array.ndim)
         for name, array in arrays.items()
