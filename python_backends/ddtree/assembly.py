@@ -14,6 +14,7 @@ from ddtree.models.draft_checkpoint import DraftCheckpoint, draft_hash, open_che
 from ddtree.models.packed import can_pack, pack, packed_linear
 from ddtree.models.target import TargetModel
 from ddtree.stages.in_process import InProcessStages
+from ddtree.text import TextCodec
 from ddtree.verify import TargetVerifier, VerifierLimits
 
 _LOG = logging.getLogger(__name__)
@@ -65,6 +66,8 @@ def _build_verifier(config: ServingConfig, target: TargetModel) -> TargetVerifie
     projection = FeatureProjection.load(draft, dtype=target.dtype, device=target.device).requires_grad_(False)
     if can_pack(target.device, target.dtype):
         pack(projection)
+    grammars = TextCodec.from_folder(config.target).grammars(target.vocab_size)
+    grammars.warm_up()
     verifier = TargetVerifier(
         target,
         projection,
@@ -76,6 +79,7 @@ def _build_verifier(config: ServingConfig, target: TargetModel) -> TargetVerifie
         ),
         draft_hash=draft_hash(config.draft),
         feature_size=draft.config.hidden_size,
+        grammars=grammars,
     )
     verifier.measure_cost(repeats=5)
     _LOG.info("target loaded from %s", config.target)

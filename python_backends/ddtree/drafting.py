@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ddtree.planner import RoundPlanner, no_trees, spread_trees
+from ddtree.planner import RoundPlanner, spread_trees
 from ddtree.scheduler import Live
 from ddtree.stages.base import Stages
 from ddtree.types import DraftResult, Status, TreeBatch
@@ -57,7 +57,7 @@ class DraftingLoop:
     ) -> TreeBatch:
         """One tree per sequence of `batch`; empty for those that did not draft."""
         if drafts is None or not drafting:
-            return no_trees(len(batch))
+            return TreeBatch.empty(len(batch))
         trees = await self._stages.build_tree(self._planner.trees(drafting, drafts))
         places = {id(live): place for place, live in enumerate(batch)}
         return spread_trees(trees, [places[id(live)] for live in drafting], len(batch))

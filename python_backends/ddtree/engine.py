@@ -14,16 +14,19 @@ from collections.abc import Awaitable, Callable
 from collections.abc import Sequence as Batch
 from dataclasses import dataclass
 
+import torch
+
 from ddtree.detokenize import Decoder
 from ddtree.drafting import DraftingLoop
-from ddtree.errors import Cancelled, DDTreeError, Unavailable
+from ddtree.errors import Cancelled, DDTreeError, InvalidArgument, Unavailable
 from ddtree.limits import Limits
+from ddtree.log_probs import read
 from ddtree.params import GenerationParams
 from ddtree.planner import RoundPlanner
 from ddtree.scheduler import DraftContext, Live, Scheduler, Sink
 from ddtree.sequence import Delta, Sequence, SequenceState
 from ddtree.stages.base import Stages
-from ddtree.types import Status, TreeBatch, VerifyResult
+from ddtree.types import Status, VerifyResult
 
 _LOG = logging.getLogger(__name__)
 _MAX_RECOVERIES = 3
@@ -171,7 +174,7 @@ class Engine:
             if live.committed == live.to_commit:
                 live.sequence.state = SequenceState.DECODING
                 if not live.sequence.output_ids:  # a reopened sequence knows its root token already
-                    self._append(live, [int(result.next_tokens[index])], None)
+                    self._append(live, [int(result.next_tokens[index])], None, result.log_probs[index])
         # An unfinished prompt's context goes to the drafter at once: no message grows with the prompt.
         await self._drafts.feed(
             [live for live, _ in batch if live.sequence.state is SequenceState.PREFILLING]
@@ -185,24 +188,23 @@ class Engine:
         watch.lap("build_tree")
         verdict = await self._stages.verify(self._plan.verify(batch, trees))
         watch.lap("verify")
-        emitted = self._commit(batch, trees, verdict)
+        emitted = self._commit(batch, verdict)
         watch.lap("commit")
+        nodes = int(verdict.node_counts.sum())
         self._plan.cost.observe(
             sequences=len(batch),
-            rows=len(batch) + int(trees.counts.sum()),
+            rows=len(batch) + nodes,
             emitted=emitted,
             draft_ms=watch.ms["draft"] if any(live.is_budget_open for live in drafting) else 0.0,
             verify_ms=watch.ms["verify"],
         )
         if self._on_round is not None:
-            self._on_round(
-                RoundRecord(len(batch), int(trees.counts.sum()), emitted, verdict.commit_ms, watch.ms)
-            )
+            self._on_round(RoundRecord(len(batch), nodes, emitted, verdict.commit_ms, watch.ms))
 
-    def _commit(self, batch: Batch[Live], trees: TreeBatch, verdict: VerifyResult) -> int:
+    def _commit(self, batch: Batch[Live], verdict: VerifyResult) -> int:
         """Append what was accepted to each sequence; gives how many tokens were emitted."""
         emitted = start = 0
-        nodes = trees.counts.tolist()
+        nodes = verdict.node_counts.tolist()
         for index, live in enumerate(batch):
             if not self._is_held(live, int(verdict.status[index])):
                 continue
@@ -211,7 +213,8 @@ class Engine:
             live.draft.owe([live.sequence.root_token, *accepted], verdict.features[start : start + count + 1])
             start += count + 1
             live.committed += count + 1
-            emitted += self._append(live, [*accepted, int(verdict.bonus_tokens[index])], nodes[index])
+            tokens = [*accepted, int(verdict.bonus_tokens[index])]
+            emitted += self._append(live, tokens, nodes[index], verdict.log_probs[index, : count + 1])
         return emitted
 
     def _is_held(self, live: Live, status: int) -> bool:
@@ -221,6 +224,8 @@ class Engine:
         try:
             if status == Status.POOL_FULL:
                 self._scheduler.postpone(live)
+            elif status == Status.GRAMMAR_FAILED:
+                raise InvalidArgument("the grammar became too complex to follow; bound its repetitions")
             elif live.recoveries == _MAX_RECOVERIES:
                 raise Unavailable(f"the verifier lost the session {_MAX_RECOVERIES + 1} times; retry later")
             else:
@@ -232,8 +237,12 @@ class Engine:
             self._fail([live], error)
         return False
 
-    def _append(self, live: Live, tokens: list[int], draft_tokens: int | None) -> int:
-        delta = live.sequence.append(tokens, draft_tokens)
+    def _append(
+        self, live: Live, tokens: list[int], draft_tokens: int | None, log_probs: torch.Tensor
+    ) -> int:
+        """Add a round's tokens and what is known of them, `[tokens or 0, width]`."""
+        entries = read(log_probs, live.sequence.params.sampling)
+        delta = live.sequence.append(tokens, draft_tokens, entries)
         self._emit(live, delta)
         return len(delta.token_ids)
 

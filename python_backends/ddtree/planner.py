@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -33,6 +34,7 @@ from ddtree.types import (
 )
 
 _MOST_AUTO_NODES = 64
+_GUIDED_SURPLUS = 2
 
 
 class RoundPlanner:
@@ -70,6 +72,7 @@ class RoundPlanner:
             token_ids=_ints([token for chunk in ids for token in chunk]),
             counts=_ints([count for _, count in batch]),
             reserve=_ints([_reserved_tokens(live) + live.node_cap + 1 for live in lives]),
+            sampling=tuple("" if live.committed else _sampling(live) for live in lives),
         )
 
     def draft(self, batch: Sequence[Live], *, context_only: bool = False) -> DraftRequest:
@@ -95,7 +98,7 @@ class RoundPlanner:
         return TreeRequest(
             top_ids=drafts.top_ids,
             top_log_probs=log_probs,
-            budgets=_ints([live.sequence.params.tree_budget for live in batch]),
+            budgets=_ints([_tree_budget(live) for live in batch]),
             is_chain=torch.tensor([live.sequence.params.draft_mode == "chain" for live in batch]),
             round_cost_ms=torch.from_numpy(self.cost.table()),
         )
@@ -123,11 +126,25 @@ class RoundPlanner:
             return 1
         if live.sequence.params.tree_budget == AUTO_BUDGET:
             return self._auto_width
-        return useful_width(live.node_cap, self._draft_depth)
+        return useful_width(_tree_budget(live), self._draft_depth)
 
 
 def _reserved_tokens(live: Live) -> int:
     return len(live.sequence.params.prompt_ids) + live.sequence.params.max_tokens
+
+
+def _tree_budget(live: Live) -> int:
+    """Draft nodes to ask the builder for: more than the budget when a grammar will take some out again."""
+    budget = live.sequence.params.tree_budget
+    is_guided = live.sequence.params.sampling.grammar is not None
+    return budget * _GUIDED_SURPLUS if is_guided and budget != AUTO_BUDGET else budget
+
+
+def _sampling(live: Live) -> str:
+    """What the verifier's session must know to choose tokens; it never learns anything later."""
+    params = live.sequence.params
+    spec = replace(params.sampling, prompt_length=len(params.prompt_ids), max_nodes=live.node_cap)
+    return spec.to_json()
 
 
 def _auto_width(round_cost_ms: NDArray[np.float32], most_nodes: int) -> int:
@@ -169,9 +186,3 @@ def spread_trees(trees: TreeBatch, positions: Sequence[int], size: int) -> TreeB
         return spread
 
     return TreeBatch(place(trees.tokens), place(trees.parents), place(trees.depths), place(trees.counts))
-
-
-def no_trees(size: int) -> TreeBatch:
-    """Empty trees: the round is a plain decoding step."""
-    nothing = torch.zeros((size, 0), dtype=torch.int32)
-    return TreeBatch(nothing, nothing, nothing, torch.zeros(size, dtype=torch.int32))

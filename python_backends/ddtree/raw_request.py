@@ -26,6 +26,7 @@ class RawRequest:
     draft_mode: bytes | None = None
     tree_budget: int | None = None
     end_id: int | None = None
+    stop_token_ids: Sequence[int] | None = None
     ignore_eos: bool | None = None
     stop_words: Sequence[bytes] | None = None
     bad_words: Sequence[bytes] | None = None
@@ -43,6 +44,13 @@ class RawRequest:
     num_return_sequences: int | None = None
     beam_width: int | None = None
     return_log_probs: bool | None = None
+    num_top_log_probs: int | None = None
+    guided_json: bytes | None = None  # a JSON schema
+    guided_regex: bytes | None = None
+    guided_grammar: bytes | None = None
+    guided_choice: Sequence[bytes] | None = None
+    guided_decoding_guide_type: bytes | None = None  # TensorRT-LLM's names of the same
+    guided_decoding_guide: bytes | None = None
     return_context_logits: bool | None = None
     return_generation_logits: bool | None = None
     return_perf_metrics: bool | None = None

@@ -14,8 +14,9 @@ from enum import Enum
 from typing import Literal
 
 from ddtree.detokenize import Decoder, IncrementalDetokenizer
+from ddtree.log_probs import TokenLogProbs
 from ddtree.params import GenerationParams
-from ddtree.stops import StopFinder
+from ddtree.stops import StopFinder, StopScan
 
 FinishReason = Literal["", "stop", "length", "cancelled"]
 
@@ -36,6 +37,7 @@ class Delta:
     text: str
     token_ids: tuple[int, ...]
     finish_reason: FinishReason = ""  # empty while the sequence goes on
+    log_probs: tuple[TokenLogProbs, ...] = ()  # one per token id, or none when nobody asked
 
 
 @dataclass(frozen=True)
@@ -108,13 +110,19 @@ class Sequence:
         """How many more tokens may be emitted."""
         return self.params.max_tokens - len(self.output_ids)
 
-    def append(self, tokens: Tokens[int], draft_tokens: int | None = None) -> Delta:
+    def append(
+        self,
+        tokens: Tokens[int],
+        draft_tokens: int | None = None,
+        log_probs: Tokens[TokenLogProbs] = (),
+    ) -> Delta:
         """Take the accepted tokens and the bonus token of a round, or the prefill's token.
 
         Args:
             tokens: in order, the bonus token last; at least one.
             draft_tokens: how many draft nodes the round verified; None for the prefill's token, which no
                 round made.
+            log_probs: one per token, or none.
 
         Returns:
             The new text and the tokens kept. With a finish reason it is the last delta.
@@ -126,7 +134,7 @@ class Sequence:
         if reason:
             self.state = SequenceState.FINISHED
         self._count(kept, accepted=min(len(kept), len(tokens) - 1), draft_tokens=draft_tokens)
-        return Delta(text, tuple(kept), reason)
+        return Delta(text, tuple(kept), reason, tuple(log_probs[: len(kept)]))
 
     def cancel(self) -> Delta:
         """End the sequence where it stands and give what text was held back."""
@@ -144,7 +152,11 @@ class Sequence:
                 rest, _ = self._flush()
                 return kept, text + rest, "stop"
             # One by one, so that the token that completes a stop string is known.
-            scan = self._stops.push(self._detokenizer.push([token]))
+            piece = self._detokenizer.push([token])
+            if len(self.output_ids) + len(kept) <= self.params.sampling.min_tokens:
+                scan = StopScan(piece, None)
+            else:
+                scan = self._stops.push(piece)
             text += scan.text
             if scan.stop is not None:
                 return kept, text, "stop"

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from ddtree.kv_cache import KvPool, Pages
+from ddtree.sampling import SamplerState
 from ddtree.types import Status, Usage
 
 
@@ -22,6 +23,7 @@ class Session:
     epoch: int
     pages: Pages
     length: int = 0  # committed length
+    sampler: SamplerState | None = None  # in the verifier, when more than the largest logit decides
     last_used: float = field(default=0.0, repr=False)
 
 

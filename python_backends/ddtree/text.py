@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ddtree.errors import CheckpointError, InvalidArgument
+from ddtree.grammar import GrammarCompiler
 
 _MESSAGES_FORM = 'send [{"role": "user", "content": "…"}]'
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
@@ -54,6 +55,11 @@ class TextCodec:
         ids: list[int] = self._tokenizer.encode(text, verbose=False)
         return ids
 
+    def encode_fragment(self, text: str) -> list[int]:
+        """Give the ids of a piece of text, with no special tokens around it."""
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False, verbose=False)
+        return ids
+
     def render_messages(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Give the ids of a conversation in the target's chat template, up to where the answer begins.
 
@@ -80,6 +86,10 @@ class TextCodec:
         # The template writes the beginning-of-text token itself.
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False, verbose=False)
         return ids
+
+    def grammars(self, vocab_size: int) -> GrammarCompiler:
+        """Give a compiler of grammars over this tokenizer, for a model of `vocab_size` ids."""
+        return GrammarCompiler(self._tokenizer, vocab_size=vocab_size, stop_ids=self.stop_ids)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Give the text of all ids, special tokens left out."""

@@ -21,6 +21,7 @@ class Status(IntEnum):
     OK = 0
     SESSION_LOST = 1  # unknown id, another epoch, or another committed length: open it again
     POOL_FULL = 2  # no pages for what the session wants to reserve: try again when another one ends
+    GRAMMAR_FAILED = 3  # the session's grammar cannot be followed any further
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,8 @@ class PrefillRequest:
     token_ids: torch.Tensor  # [sum counts] int32
     counts: torch.Tensor  # [S] int32, ≥ 1
     reserve: torch.Tensor  # [S] int32, KV slots the session may ever need, tree included
+    # Per sequence, `SamplingSpec.to_json`, read where the session opens; absent: all are plain.
+    sampling: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,7 @@ class PrefillResult:
 
     status: torch.Tensor  # [S] int32
     next_tokens: torch.Tensor  # [S] int32, the target's token after the chunk's last one
+    log_probs: torch.Tensor  # [S, E, width] float32 of those tokens, see `log_probs`; E is 0 or 1
     features: torch.Tensor  # [sum counts, H] projected context features of the chunk
 
 
@@ -114,6 +118,12 @@ class TreeBatch:
     depths: torch.Tensor  # [S, N] int32, 1..D
     counts: torch.Tensor  # [S] int32
 
+    @classmethod
+    def empty(cls, size: int, device: torch.device | None = None) -> TreeBatch:
+        """Trees without draft nodes: verifying them is a plain decoding step."""
+        nothing = torch.zeros((size, 0), dtype=torch.int32, device=device)
+        return cls(nothing, nothing, nothing, torch.zeros(size, dtype=torch.int32, device=device))
+
 
 @dataclass(frozen=True)
 class VerifyRequest:
@@ -132,6 +142,8 @@ class VerifyResult:
     accepted_tokens: torch.Tensor  # [S, D'] int32, zero-padded
     accepted_counts: torch.Tensor  # [S] int32
     bonus_tokens: torch.Tensor  # [S] int32
+    node_counts: torch.Tensor  # [S] int32, draft nodes verified: what a grammar forbids is not
+    log_probs: torch.Tensor  # [S, E, width] float32 of accepted tokens and bonus token; E may be 0
     features: torch.Tensor  # [sum (1 + accepted), H] of root and accepted path; none for a sequence not OK
     commit_ms: float
 

@@ -6,6 +6,7 @@ committed in them; it knows nothing of requests, text or stop conditions.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,14 +14,20 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from ddtree import sampling
+from ddtree import verify_batch
 from ddtree.accept import Acceptance, walk
 from ddtree.attention.plan import Segment, StepPlan
 from ddtree.budget import CostCurve, measure
+from ddtree.errors import InvalidArgument
+from ddtree.grammar import GrammarCompiler
 from ddtree.kv_cache import KvPool
 from ddtree.models.target import TargetModel, TargetStep
+from ddtree.pruning import prune
+from ddtree.samplers import Samplers
+from ddtree.sampling import choose
 from ddtree.sessions import Session, SessionTable
 from ddtree.tree_mask import ancestor_bits, expand
+from ddtree.tree_sampling import first_tokens, target_tokens
 from ddtree.types import (
     FeatureRequest,
     FeatureResult,
@@ -35,6 +42,7 @@ from ddtree.types import (
     VerifyResult,
 )
 
+_LOG = logging.getLogger(__name__)
 # Verified rows whose cost is measured at load, and the committed prefix they are measured behind.
 COST_ROWS = (1, 2, 4, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
 COST_PREFIX = 256
@@ -61,6 +69,7 @@ class TargetVerifier:
         *,
         draft_hash: str,
         feature_size: int,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
         """Allocate the pool.
 
@@ -70,12 +79,14 @@ class TargetVerifier:
             limits: sizes.
             draft_hash: hash of the draft checkpoint the projection comes from.
             feature_size: width of a projected feature.
+            grammars: compiles what sequences are guided by; without it none may be.
         """
         self.target = target
         self._projection = projection
         self._limits = limits
         self._draft_hash = draft_hash
         self._feature_size = feature_size
+        self._samplers = Samplers(target.vocab_size, target.device, grammars)
         self._device = target.device
         self.feature_dtype = target.dtype
         self.pool = KvPool(
@@ -100,9 +111,7 @@ class TargetVerifier:
             segment = Segment(0, count, pages, prefix, torch.arange(count, device=self._device), None)
             plan = StepPlan.build(self.pool, (segment,))
             tokens = torch.zeros(count, dtype=torch.int64, device=self._device)
-            sampling.choose(
-                self.target.forward(tokens, plan, torch.arange(count, device=self._device)).logits
-            )
+            choose(self.target.forward(tokens, plan, torch.arange(count, device=self._device)).logits)
             if on_progress is not None:
                 on_progress(count)
 
@@ -140,27 +149,28 @@ class TargetVerifier:
         """Add a chunk of committed ids to each session; a chunk at length 0 opens its session."""
         self.sessions.expire()
         counts = request.counts.tolist()
-        status, found = self._open_or_find(request.sessions, request.reserve.tolist())
+        status, found = self._open_or_find(request)
         features = torch.zeros(
             (sum(counts), self._feature_size), dtype=self.target.dtype, device=self._device
         )
-        next_tokens = torch.zeros(len(counts), dtype=torch.int64, device=self._device)
-        live = [index for index, session in enumerate(found) if session is not None]
+        live = {index: session for index, session in enumerate(found) if session is not None}
         if live:
-            starts = _starts(counts)
+            starts = verify_batch.starts_of(counts)
             rows = torch.cat([torch.arange(starts[i], starts[i] + counts[i]) for i in live]).to(self._device)
             segments, start = [], 0
-            for i in live:
-                segments.append(self._segment(found[i], start, counts[i], None, None))
+            for i, session in live.items():
+                segments.append(self._segment(session, start, counts[i], None, None))
                 start += counts[i]
             last_rows = torch.tensor([segment.stop - 1 for segment in segments], device=self._device)
             plan = StepPlan.build(self.pool, tuple(segments))
             step = self.target.forward(request.token_ids.to(self._device).long()[rows], plan, last_rows)
-            next_tokens[torch.tensor(live)] = sampling.choose(step.logits)
             features[rows] = self._project(step, plan.slots, None)
-            for i in live:
-                self._grow(found[i], counts[i])
-        return PrefillResult(status, next_tokens.int(), features)
+            ids = request.token_ids.tolist()
+            for i, session in live.items():
+                _grow(session, ids[starts[i] : starts[i] + counts[i]])
+            first = first_tokens(step.logits, [session.sampler for session in live.values()])
+            return verify_batch.prefilled(status, list(live), first, features)
+        return verify_batch.nothing_prefilled(status, features)
 
     @torch.inference_mode()
     def verify(self, request: VerifyRequest) -> VerifyResult:
@@ -172,26 +182,26 @@ class TargetVerifier:
             [Status.OK if s is not None else Status.SESSION_LOST for s in found], dtype=torch.int32
         )
         if not live:
-            return self._nothing_verified(status)
-        trees = _select(request.trees, live, self._device)
+            return verify_batch.nothing_verified(status, self.pool.features[:0])
         sessions = [session for session in found if session is not None]
+        samplers = [session.sampler for session in sessions]
         roots = request.root_tokens[torch.tensor(live)].to(self._device).long()
+        root_ids = roots.tolist()
+        trees = prune(verify_batch.select_trees(request.trees, live, self._device), root_ids, samplers)
         plan = self._plan(sessions, trees)
         token_rows = torch.cat([torch.cat((roots[i, None], trees.tokens[i, : segment.count - 1].long()))
                                 for i, segment in enumerate(plan.segments)])  # fmt: skip
         step = self.target.forward(token_rows, plan, torch.arange(len(token_rows), device=self._device))
-        target_tokens = nn.utils.rnn.pad_sequence(
-            [sampling.choose(step.logits[segment.start : segment.stop]) for segment in plan.segments],
-            batch_first=True,
-        )
-        target_tokens = nn.functional.pad(
-            target_tokens, (0, trees.tokens.shape[1] + 1 - target_tokens.shape[1])
-        )
-        accepted = walk(trees, target_tokens)
+        starts = [segment.start for segment in plan.segments]
+        target = target_tokens(step.logits, starts, trees, root_ids, samplers)
+        accepted = walk(trees, target.tokens)
         started = time.perf_counter()
         features = self._commit(sessions, plan, step, accepted)
+        for index, session in enumerate(sessions):
+            path = accepted.accepted_tokens[index, : int(accepted.accepted_counts[index])]
+            _grow(session, [root_ids[index], *path.tolist()])
         commit_ms = (time.perf_counter() - started) * 1e3
-        return _spread(status, live, accepted, features, commit_ms)
+        return verify_batch.verified(status, live, trees.counts, target, accepted, features, commit_ms)
 
     @torch.inference_mode()
     def read_features(self, request: FeatureRequest) -> FeatureResult:
@@ -212,18 +222,26 @@ class TargetVerifier:
         """Assert that pages and sessions agree."""
         self.sessions.check_integrity()
 
-    def _open_or_find(
-        self, sessions: SessionBatch, reserve: Sequence[int]
-    ) -> tuple[torch.Tensor, list[Session | None]]:
-        outcomes = [
-            self.sessions.open_or_find(*row, slots)
-            for row, slots in zip(_rows(sessions), reserve, strict=True)
-        ]
-        status = torch.tensor([outcome for _, outcome in outcomes], dtype=torch.int32)
-        return status, [session for session, _ in outcomes]
+    def _open_or_find(self, request: PrefillRequest) -> tuple[torch.Tensor, list[Session | None]]:
+        reserve = request.reserve.tolist()
+        found: list[Session | None] = []
+        statuses: list[Status] = []
+        for index, row in enumerate(verify_batch.session_rows(request.sessions)):
+            session, status = self.sessions.open_or_find(*row, reserve[index])
+            if session is not None and session.length == 0 and request.sampling:
+                try:
+                    session.sampler = self._samplers.open(request.sampling[index])
+                except InvalidArgument:
+                    # The orchestrator refuses such grammars, so its library reads them otherwise than ours.
+                    _LOG.exception("a grammar cannot be used")
+                    self.sessions.release(session.session_id)
+                    session, status = None, Status.GRAMMAR_FAILED
+            found.append(session)
+            statuses.append(status)
+        return torch.tensor(statuses, dtype=torch.int32), found
 
     def _find(self, sessions: SessionBatch) -> list[Session | None]:
-        return [self.sessions.find(*row) for row in _rows(sessions)]
+        return [self.sessions.find(*row) for row in verify_batch.session_rows(sessions)]
 
     def _plan(self, sessions: Sequence[Session], trees: TreeBatch) -> StepPlan:
         sees = expand(ancestor_bits(trees.parents, trees.counts))
@@ -237,13 +255,12 @@ class TargetVerifier:
 
     def _segment(
         self,
-        session: Session | None,
+        session: Session,
         start: int,
         count: int,
         depths: torch.Tensor | None,
         sees: torch.Tensor | None,
     ) -> Segment:
-        assert session is not None
         if depths is None:
             depths = torch.arange(count, device=self._device)
         return Segment(start, count, session.pages, session.length, depths, sees)
@@ -263,10 +280,7 @@ class TargetVerifier:
         from_slots, to_slots = torch.cat(source), torch.cat(destination)
         if not torch.equal(from_slots, to_slots):  # a path 0, 1, 2, … already stands where it belongs
             self.pool.move(from_slots, to_slots)
-        features = self._project(step, to_slots, torch.cat(rows))
-        for session, kept in zip(sessions, destination, strict=True):
-            self._grow(session, len(kept))
-        return features
+        return self._project(step, to_slots, torch.cat(rows))
 
     def _project(self, step: TargetStep, slots: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
         """Project the taps of some rows (all when None) and keep them beside the rows' KV slots."""
@@ -275,42 +289,9 @@ class TargetVerifier:
         self.pool.features[slots] = features
         return features
 
-    @staticmethod
-    def _grow(session: Session | None, count: int) -> None:
-        assert session is not None
-        session.length += count
 
-    def _nothing_verified(self, status: torch.Tensor) -> VerifyResult:
-        zeros = torch.zeros(len(status), dtype=torch.int32)
-        return VerifyResult(status, zeros[:, None][:, :0], zeros, zeros, self.pool.features[:0], 0.0)
-
-
-def _rows(sessions: SessionBatch) -> list[tuple[int, int, int]]:
-    return list(zip(sessions.ids.tolist(), sessions.epochs.tolist(), sessions.lengths.tolist(), strict=True))
-
-
-def _starts(counts: Sequence[int]) -> list[int]:
-    starts, start = [], 0
-    for count in counts:
-        starts.append(start)
-        start += count
-    return starts
-
-
-def _select(trees: TreeBatch, live: Sequence[int], device: torch.device) -> TreeBatch:
-    index = torch.tensor(live)
-    fields = (trees.tokens, trees.parents, trees.depths, trees.counts)
-    return TreeBatch(*(field[index].to(device) for field in fields))
-
-
-def _spread(
-    status: torch.Tensor, live: Sequence[int], accepted: Acceptance, features: torch.Tensor, commit_ms: float
-) -> VerifyResult:
-    """Put the results of the live sequences back to their places in the batch."""
-    index = torch.tensor(live)
-    tokens = torch.zeros((len(status), accepted.accepted_tokens.shape[1]), dtype=torch.int32)
-    counts, bonus = torch.zeros(len(status), dtype=torch.int32), torch.zeros(len(status), dtype=torch.int32)
-    tokens[index] = accepted.accepted_tokens.int().cpu()
-    counts[index] = accepted.accepted_counts.int().cpu()
-    bonus[index] = accepted.bonus_tokens.int().cpu()
-    return VerifyResult(status, tokens, counts, bonus, features, commit_ms)
+def _grow(session: Session, tokens: Sequence[int]) -> None:
+    """Note that these tokens are committed now."""
+    session.length += len(tokens)
+    if session.sampler is not None:
+        session.sampler.push(tokens)

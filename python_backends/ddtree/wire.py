@@ -28,6 +28,8 @@ def encode(message: Any) -> Arrays:
             arrays |= {f"{field.name}_{name}": array for name, array in encode(value).items()}
         elif isinstance(value, torch.Tensor):
             arrays[field.name] = _to_bytes(value) if field.name in _FEATURE_FIELDS else value.cpu().numpy()
+        elif isinstance(value, tuple):
+            arrays[field.name] = np.array([text.encode() for text in value], dtype=np.object_)
         elif isinstance(value, int):
             arrays[field.name] = np.array([value], dtype=np.int32)
         else:
@@ -56,6 +58,8 @@ def decode(
             array = arrays[name]
             is_bytes = name in _FEATURE_FIELDS
             values[name] = _from_bytes(array, feature_dtype) if is_bytes else torch.from_numpy(np.array(array))
+        elif kind == tuple[str, ...]:
+            values[name] = tuple(bytes(text).decode() for text in arrays[name])
         else:
             values[name] = kind(arrays[name][0])
     return message_type(**values)

@@ -12,9 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddtree.errors import DDTreeError, InvalidArgument
+from ddtree.grammar import GrammarCompiler
 from ddtree.limits import Limits
 from ddtree.params import GenerationParams, validate
 from ddtree.raw_request import RawRequest
+from ddtree.sampling_spec import Grammar, SamplingSpec
 from ddtree.text import TextCodec
 from ddtree.types import AUTO_BUDGET
 from tests.fakes import tokenizers
@@ -57,7 +59,7 @@ def test_a_bare_prompt_gets_the_defaults(codec: WatchedCodec) -> None:
         draft_mode="tree",
         tree_budget=AUTO_BUDGET,
         stop_ids=frozenset({1}),
-        temperature=0.0,
+        sampling=SamplingSpec(),
         stream=False,
         exclude_input_in_output=True,
     )
@@ -73,12 +75,12 @@ def test_the_three_kinds_of_prompt(codec: WatchedCodec) -> None:
 def test_everything_a_caller_may_set(codec: WatchedCodec) -> None:
     params = check(
         codec, max_tokens=3, stream=True, exclude_input_in_output=False, draft_mode=b"chain", tree_budget=32,
-        end_id=9, ignore_eos=True, stop_words=["ä".encode(), b"b", b"", b""], seed=2**64 - 1,
+        end_id=9, stop_token_ids=[7, 8], ignore_eos=True, stop_words=["ä".encode(), b"b", b"", b""],
     )  # fmt: skip
     assert (params.max_tokens, params.stream, params.exclude_input_in_output) == (3, True, False)
     assert (params.draft_mode, params.tree_budget) == ("chain", 32)
-    assert (params.stop_ids, params.ignore_eos) == (frozenset({1, 9}), True)
-    assert (params.stop_strings, params.seed) == (("ä", "b"), 2**64 - 1)
+    assert (params.stop_ids, params.ignore_eos) == (frozenset({1, 7, 8, 9}), True)
+    assert params.stop_strings == ("ä", "b")
 
 
 def test_other_dialects_mean_the_same(codec: WatchedCodec) -> None:
@@ -88,7 +90,7 @@ def test_other_dialects_mean_the_same(codec: WatchedCodec) -> None:
         random_seed=4, temperature=1.0, return_kv_cache_reuse_stats=False,
     )  # fmt: skip
     assert ours == theirs
-    assert check(codec, seed=4, random_seed=4).seed == 4
+    assert check(codec, temperature=1.0, seed=4, random_seed=4).sampling.seed == 4
 
 
 def test_what_existing_clients_send_unasked_is_greedy(codec: WatchedCodec) -> None:
@@ -101,14 +103,67 @@ def test_what_existing_clients_send_unasked_is_greedy(codec: WatchedCodec) -> No
     assert params == check(codec)
 
 
+def test_everything_about_choosing_tokens(codec: WatchedCodec) -> None:
+    spec = check(
+        codec, temperature=0.5, top_k=7, top_p=0.25, min_p=0.125, seed=2**64 - 1, repetition_penalty=1.25,
+        presence_penalty=-0.5, frequency_penalty=0.75, logit_bias=b'{"9": -100, "3": 0.5}', min_tokens=3,
+        return_log_probs=True, num_top_log_probs=4, bad_words=[b"fox", b""],
+    ).sampling  # fmt: skip
+    assert spec == SamplingSpec(
+        temperature=0.5, top_k=7, top_p=0.25, min_p=0.125, seed=2**64 - 1, repetition_penalty=1.25,
+        presence_penalty=-0.5, frequency_penalty=0.75, logit_bias=((3, 0.5), (9, -100.0)), min_tokens=3,
+        stop_ids=(1,), top_log_probs=4,
+        bad_words=(tuple(codec.encode_fragment("fox")), tuple(codec.encode_fragment(" fox"))),
+    )  # fmt: skip
+    assert SamplingSpec.from_json(spec.to_json()) == spec
+
+
+def test_ignoring_stop_ids_leaves_min_tokens_nothing_to_forbid(codec: WatchedCodec) -> None:
+    assert check(codec, min_tokens=3, ignore_eos=True).sampling.stop_ids == ()
+
+
+def test_an_absent_seed_is_a_new_one_each_time_and_zero_is_a_seed(codec: WatchedCodec) -> None:
+    seeds = {check(codec, temperature=1.0).sampling.seed for _ in range(8)}
+    assert len(seeds) == 8
+    assert check(codec, temperature=1.0, seed=0).sampling.seed == 0
+
+
+@pytest.mark.parametrize(
+    ("values", "grammar"),
+    [
+        ({"guided_json": b'{"type": "object"}'}, Grammar("json", '{"type": "object"}')),
+        ({"guided_regex": b"a+"}, Grammar("regex", "a+")),
+        ({"guided_grammar": b'root ::= "a"'}, Grammar("grammar", 'root ::= "a"')),
+        ({"guided_choice": ["ä".encode(), b"b", b""]}, Grammar("choice", '["\\u00e4", "b"]')),
+        ({"guided_decoding_guide_type": b"json"}, Grammar("json", '{"type": "object"}')),
+        (
+            {"guided_decoding_guide_type": b"regex", "guided_decoding_guide": b"a"},
+            Grammar("regex", "a"),
+        ),
+        ({"guided_choice": [b""], "guided_json": b""}, None),
+    ],
+)
+def test_every_way_to_name_a_grammar(
+    codec: WatchedCodec, values: dict[str, Any], grammar: Grammar | None
+) -> None:
+    raw = RawRequest(text_input=b"a fox", **values)
+    compiler = GrammarCompiler(tokenizers.byte_level(), vocab_size=400, stop_ids={1})
+    assert validate(raw, LIMITS, codec, compiler).sampling.grammar == grammar
+
+
+def test_a_grammar_is_refused_where_nothing_compiles_it(codec: WatchedCodec) -> None:
+    with pytest.raises(InvalidArgument, match="guided_regex is not served here; leave it out"):
+        check(codec, guided_regex=b"a")
+
+
 @pytest.mark.parametrize(("value", "expected"), [(0.0, 1.0), (1.0, 1.0), (0.25, 0.25)])
 def test_top_p_zero_is_off(codec: WatchedCodec, value: float, expected: float) -> None:
-    assert check(codec, top_p=value).top_p == expected
+    assert check(codec, temperature=1.0, top_p=value).sampling.top_p == expected
 
 
 @pytest.mark.parametrize("value", [-1, 0])
 def test_top_k_is_off_by_two_values(codec: WatchedCodec, value: int) -> None:
-    assert check(codec, top_k=value).top_k == 0
+    assert check(codec, temperature=1.0, top_k=value).sampling.top_k == 0
 
 
 @pytest.mark.parametrize("value", [AUTO_BUDGET, 0, 32])
@@ -175,7 +230,8 @@ REFUSED = [
     ({"stop_words": [b"a", b"\xc3"]}, r"stop_words\[1\] must be UTF-8"),
     ({"min_tokens": -1}, "min_tokens must be 0 or more"),
     ({"min_tokens": 17}, "min_tokens must not be above max_tokens 16, got 17"),
-    ({"num_return_sequences": 0}, "num_return_sequences must be above 0"),
+    ({"min_length": 17}, "min_tokens must not be above max_tokens 16"),
+    ({"num_return_sequences": 0}, r"num_return_sequences must be in \[1, 64\], got 0"),
     ({"beam_width": 0}, "beam_width must be above 0"),
     (
         {"max_tokens": 5, "request_output_len": 6},
@@ -188,24 +244,36 @@ REFUSED = [
         {"seed": 1, "random_seed": 2},
         "random_seed is another name of seed, which is 1, got 2; send one of them",
     ),
+    ({"stop_token_ids": [5, 400]}, r"stop_token_ids\[1\] must be in the vocabulary \[0, 400\), got 400"),
+    ({"logit_bias": b"{5: 1}"}, "logit_bias must be JSON"),
+    ({"logit_bias": b"\xff"}, "logit_bias must be UTF-8"),
+    ({"logit_bias": b"[5]"}, "logit_bias must be an object, got 'list'"),
+    (
+        {"logit_bias": b'{"400": 1}'},
+        r"logit_bias must name token ids in .*\[0, 400\), got '400'",
+    ),
+    ({"logit_bias": b'{"-1": 1}'}, "logit_bias must name token ids"),
+    ({"logit_bias": b'{"5": 101}'}, r"logit_bias\[5\] must be a number in \[-100, 100\], got '101'"),
+    ({"logit_bias": b'{"5": NaN}'}, r"logit_bias\[5\] must be a number"),
+    ({"logit_bias": b'{"5": true}'}, r"logit_bias\[5\] must be a number"),
+    ({"bad_words": [b"a"] * 257}, "bad_words may hold 256 strings at most, got 257"),
+    ({"bad_words": [b"a", b"b" * 257]}, r"bad_words\[1\] may have 256 bytes at most, got 257"),
+    ({"bad_words": [b"\xff"]}, r"bad_words\[0\] must be UTF-8"),
+    ({"num_return_sequences": 2}, "num_return_sequences above 1 needs a temperature above 0"),
+    ({"num_return_sequences": 2, "temperature": 1.0, "top_k": 1}, "needs a temperature above 0"),
+    ({"num_return_sequences": 65, "temperature": 1.0}, r"num_return_sequences must be in \[1, 64\], got 65"),
+    ({"num_top_log_probs": 3}, "num_top_log_probs above 0 needs return_log_probs, got 3"),
+    ({"num_top_log_probs": 21, "return_log_probs": True}, r"num_top_log_probs must be in \[0, 20\], got 21"),
+    ({"guided_regex": b"a", "guided_json": b"{}"}, "got guided_json and guided_regex; send one of them"),
+    ({"guided_choice": [b"a"], "ignore_eos": True}, "guided_choice and ignore_eos contradict each other"),
+    ({"guided_regex": b"a", "min_tokens": 1}, "guided_regex and min_tokens contradict each other"),
+    ({"guided_regex": b"a", "bad_words": [b"a"]}, "guided_regex and bad_words contradict each other"),
+    ({"guided_json": b"\xff"}, "guided_json must be UTF-8"),
+    (
+        {"guided_decoding_guide_type": b"structural_tag"},
+        "guided_decoding_guide_type must be one of json, json_schema, regex, ebnf_grammar, got 'struct",
+    ),
     # Well formed, but nothing serves it (yet).
-    (
-        {"temperature": 0.7},
-        "temperature above 0 is not supported yet.*got 0.7; send temperature 0, or top_k 1",
-    ),
-    ({"temperature": 1.0, "top_k": 5}, "temperature above 0 is not supported yet"),
-    (
-        {"repetition_penalty": 1.1},
-        "repetition_penalty other than 1 is not supported yet, got 1.1; leave it out",
-    ),
-    ({"presence_penalty": 0.5}, "presence_penalty other than 0 is not supported yet"),
-    ({"frequency_penalty": -0.5}, "frequency_penalty other than 0 is not supported yet"),
-    ({"logit_bias": b'{"5": 1.0}'}, "logit_bias is not supported yet"),
-    ({"bad_words": [b"", b"x"]}, "bad_words is not supported yet"),
-    ({"min_tokens": 2}, "min_tokens above 0 is not supported yet"),
-    ({"min_length": 2}, "min_tokens above 0 is not supported yet"),
-    ({"num_return_sequences": 2}, "num_return_sequences above 1 is not supported yet"),
-    ({"return_log_probs": True}, "return_log_probs is not supported yet"),
     ({"return_perf_metrics": True}, "return_perf_metrics is not supported yet"),
     ({"return_kv_cache_reuse_stats": True}, "return_perf_metrics is not supported yet"),
     ({"beam_width": 2}, "beam_width above 1 is not supported: .*got 2"),
@@ -268,4 +336,4 @@ def test_any_values_give_parameters_or_a_refusal(values: dict[str, Any]) -> None
     except DDTreeError:
         return
     assert 0 < len(params.prompt_ids) <= LIMITS.context_length - params.max_tokens
-    assert params.temperature == 0.0
+    assert math.isfinite(params.sampling.temperature)

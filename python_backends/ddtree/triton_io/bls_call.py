@@ -15,12 +15,15 @@ from ddtree.wire import Arrays
 _OUTPUTS = {
     "describe": ("info",),
     "release": ("status",),
-    "prefill": ("status", "next_tokens", "features"),
-    "verify": ("status", "accepted_tokens", "accepted_counts", "bonus_tokens", "features", "commit_ms"),
+    "prefill": ("status", "next_tokens", "log_probs", "features"),
+    "verify": (
+        "status", "accepted_tokens", "accepted_counts", "bonus_tokens", "node_counts", "log_probs",
+        "features", "commit_ms",
+    ),
     "read_features": ("status", "features"),
     "draft": ("status", "top_ids", "top_log_probs"),
     "build_tree": ("tokens", "parents", "depths", "counts"),
-}
+}  # fmt: skip
 
 
 async def call_stage(model: str, operation: str, arrays: Arrays) -> Mapping[str, Any]:

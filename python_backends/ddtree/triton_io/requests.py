@@ -18,7 +18,7 @@ from ddtree.raw_request import RawRequest
 Arrays = Mapping[str, np.ndarray[Any, Any]]
 
 _PROMPTS: Final = ("text_input", "messages", "input_ids")
-_LISTS: Final = frozenset({"input_ids", "stop_words", "bad_words"})
+_LISTS: Final = frozenset({"input_ids", "stop_words", "stop_token_ids", "bad_words", "guided_choice"})
 _NAMES: Final = frozenset(field.name for field in fields(RawRequest))
 
 

@@ -1,0 +1,98 @@
+"""Packs and unpacks a verifier's calls: which sequence a row belongs to. Knows no model and no session."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ddtree.accept import Acceptance
+from ddtree.tree_sampling import TargetTokens, no_log_probs
+from ddtree.types import PrefillResult, SessionBatch, Status, TreeBatch, VerifyResult
+
+
+def session_rows(sessions: SessionBatch) -> list[tuple[int, int, int]]:
+    """Id, epoch and committed length of each sequence."""
+    return list(zip(sessions.ids.tolist(), sessions.epochs.tolist(), sessions.lengths.tolist(), strict=True))
+
+
+def starts_of(counts: Sequence[int]) -> list[int]:
+    """Where each sequence's rows begin."""
+    starts, start = [], 0
+    for count in counts:
+        starts.append(start)
+        start += count
+    return starts
+
+
+def select_trees(trees: TreeBatch, live: Sequence[int], device: torch.device) -> TreeBatch:
+    """The trees of some sequences, on the device."""
+    index = torch.tensor(live)
+    fields = (trees.tokens, trees.parents, trees.depths, trees.counts)
+    return TreeBatch(*(field[index].to(device) for field in fields))
+
+
+def nothing_prefilled(status: torch.Tensor, features: torch.Tensor) -> PrefillResult:
+    """The result when no sequence could be prefilled; `features` are zeros."""
+    return PrefillResult(status, torch.zeros_like(status), no_log_probs(len(status)), features)
+
+
+def prefilled(
+    status: torch.Tensor, live: Sequence[int], first: TargetTokens, features: torch.Tensor
+) -> PrefillResult:
+    """Put what the target says after each live sequence's chunk to its place in the batch."""
+    index = torch.tensor(live)
+    next_tokens = torch.zeros_like(status)
+    next_tokens[index] = first.tokens[:, 0].to("cpu", torch.int32)
+    entries = torch.zeros((len(status), *first.log_probs.shape[1:]))
+    entries[index] = first.log_probs.cpu()
+    status[index[sorted(first.failed)]] = Status.GRAMMAR_FAILED
+    return PrefillResult(status, next_tokens, entries, features)
+
+
+def nothing_verified(status: torch.Tensor, features: torch.Tensor) -> VerifyResult:
+    """The result when no sequence could be verified; `features` has no rows."""
+    zeros = torch.zeros(len(status), dtype=torch.int32)
+    return VerifyResult(
+        status=status,
+        accepted_tokens=zeros[:, None][:, :0],
+        accepted_counts=zeros,
+        bonus_tokens=zeros,
+        node_counts=zeros,
+        log_probs=no_log_probs(len(status)),
+        features=features,
+        commit_ms=0.0,
+    )
+
+
+def verified(
+    status: torch.Tensor,
+    live: Sequence[int],
+    node_counts: torch.Tensor,
+    target: TargetTokens,
+    accepted: Acceptance,
+    features: torch.Tensor,
+    commit_ms: float,
+) -> VerifyResult:
+    """Put the results of the live sequences back to their places in the batch."""
+    index = torch.tensor(live)
+
+    def place(values: torch.Tensor, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        spread = torch.zeros((len(status), *values.shape[1:]), dtype=dtype)
+        spread[index] = values.to("cpu", dtype)
+        return spread
+
+    if target.failed:
+        status[index[sorted(target.failed)]] = Status.GRAMMAR_FAILED
+        pieces = features.split((accepted.accepted_counts + 1).tolist())
+        features = torch.cat([piece for at, piece in enumerate(pieces) if at not in target.failed])
+    return VerifyResult(
+        status=status,
+        accepted_tokens=place(accepted.accepted_tokens),
+        accepted_counts=place(accepted.accepted_counts),
+        bonus_tokens=place(accepted.bonus_tokens),
+        node_counts=place(node_counts),
+        log_probs=place(target.log_probs, torch.float32),
+        features=features,
+        commit_ms=commit_ms,
+    )
