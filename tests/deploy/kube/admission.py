@@ -1,4 +1,4 @@
-"""What the API server refuses although the schema allows it: names, selectors, references inside a pod, changes.
+"""What the API server refuses although the schema allows it: names, selectors, references, changes.
 
 Each function returns messages, none when all is well. Not complete; it has what a chart gets wrong.
 """

@@ -65,28 +65,34 @@ class _Handler(BaseHTTPRequestHandler):
     do_GET = do_POST = do_PUT = do_PATCH = do_DELETE = _serve  # noqa: N815 - the base class looks for these names
 
     def _call(self, target: Target, query: Mapping[str, str], body: bytes) -> None:
-        kind, space, name = target.kind, target.namespace, target.name
-        dry_run = "dryRun" in query
         if target.subresource == "log":
-            return self._text("the API server of the tests runs nothing\n")
-        if self.command == "GET" and query.get("watch") in ("1", "true"):
-            return self._watch(target, query)
-        if self.command == "GET" and name:
-            return self._json(200, self.cluster.get(kind, space, name))
+            return self._send(200, "text/plain", b"the API server of the tests runs nothing\n")
         if self.command == "GET":
-            return self._json(200, _list_of(kind, _selected(self.cluster.list(kind, space), query)))
+            return self._read(target, query)
         if self.command == "DELETE":
-            self.cluster.delete(kind, space, name)
+            self.cluster.delete(target.kind, target.namespace, target.name)
             return self._json(200, {"kind": "Status", "apiVersion": "v1", "status": "Success"})
-        manifest = self._read(body)
-        if self.command == "POST":
-            return self._json(201, self.cluster.create(kind, space, manifest, dry_run=dry_run))
-        if self.command == "PUT":
-            return self._json(200, self.cluster.replace(kind, space, manifest, dry_run=dry_run))
-        form = self.headers.get("Content-Type", "")
-        return self._json(200, self.cluster.patch(kind, space, name, manifest, form, dry_run=dry_run))
+        written = self._write(target, query, self._parse(body))
+        return self._json(201 if self.command == "POST" else 200, written)
 
-    def _read(self, body: bytes) -> Manifest:
+    def _read(self, target: Target, query: Mapping[str, str]) -> None:
+        if query.get("watch") in ("1", "true"):
+            return self._watch(target, query)
+        if target.name:
+            return self._json(200, self.cluster.get(target.kind, target.namespace, target.name))
+        items = _selected(self.cluster.objects(target.kind, target.namespace), query)
+        return self._json(200, _list_of(target.kind, items))
+
+    def _write(self, target: Target, query: Mapping[str, str], manifest: Manifest) -> Manifest:
+        kind, space, dry_run = target.kind, target.namespace, "dryRun" in query
+        if self.command == "POST":
+            return self.cluster.create(kind, space, manifest, dry_run=dry_run)
+        if self.command == "PUT":
+            return self.cluster.replace(kind, space, manifest, dry_run=dry_run)
+        form = self.headers.get("Content-Type", "")
+        return self.cluster.patch(kind, space, target.name, manifest, form, dry_run=dry_run)
+
+    def _parse(self, body: bytes) -> Manifest:
         try:
             manifest = decode(body) if body.startswith(MAGIC) else yaml.safe_load(body)
         except UnsupportedMessageError as error:
@@ -104,7 +110,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.close_connection = True
         events: list[Manifest] = [
             {"type": "ADDED", "object": each}
-            for each in _selected(self.cluster.list(target.kind, target.namespace), query)
+            for each in _selected(self.cluster.objects(target.kind, target.namespace), query)
         ]
         if query.get("sendInitialEvents") == "true":
             metadata = {"resourceVersion": "1", "annotations": {"k8s.io/initial-events-end": "true"}}
@@ -117,9 +123,6 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _json(self, status: int, content: Manifest) -> None:
         self._send(status, "application/json", json.dumps(content).encode())
-
-    def _text(self, content: str) -> None:
-        self._send(200, "text/plain", content.encode())
 
     def _send(self, status: int, kind: str, content: bytes) -> None:
         self.send_response(status)
@@ -178,7 +181,8 @@ def _target(cluster: Cluster, path: str) -> Target:
         namespace, rest = rest[1], rest[2:]
     for kind in cluster.types:
         if rest and (kind.group, kind.version, kind.plural) == (group, version, rest[0]):
-            return Target(kind, namespace, *(rest[1:3] + ["", ""])[:2])
+            name, subresource = [*rest[1:3], "", ""][:2]
+            return Target(kind, namespace, name, subresource)
     raise ApiError(404, "NotFound", "the server could not find the requested resource")
 
 

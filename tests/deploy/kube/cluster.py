@@ -98,7 +98,7 @@ class Cluster:
             raise ApiError(404, "NotFound", f'{kind.plural} "{name}" not found')
         return found
 
-    def list(self, kind: ResourceType, namespace: str = "") -> list[Manifest]:
+    def objects(self, kind: ResourceType, namespace: str = "") -> list[Manifest]:
         """All objects of a kind, by name; of one namespace unless that is empty."""
         with self._lock:
             return [
@@ -109,7 +109,7 @@ class Cluster:
 
     def of_kind(self, kind: str) -> list[Manifest]:
         """For tests: all objects of a kind."""
-        return self.list(next(each for each in self.types if each.kind == kind))
+        return self.objects(next(each for each in self.types if each.kind == kind))
 
     def create(
         self, kind: ResourceType, namespace: str, manifest: Manifest, *, dry_run: bool = False
@@ -165,7 +165,13 @@ class Cluster:
                 self._objects.pop(("replicasets", namespace, f"{name}-1"), None)
 
     def _store(
-        self, kind: ResourceType, namespace: str, manifest: Manifest, current: Manifest | None, *, dry_run: bool
+        self,
+        kind: ResourceType,
+        namespace: str,
+        manifest: Manifest,
+        current: Manifest | None,
+        *,
+        dry_run: bool,
     ) -> Manifest:
         stored = copy.deepcopy(manifest)
         stored.setdefault("apiVersion", kind.api_version)

@@ -1,7 +1,7 @@
 """How a PATCH changes an object: merge patches (RFC 7386), and Kubernetes' strategic merge patches.
 
-A strategic patch merges lists of objects by a key that the schema names. What Helm 3 sends for built-in kinds is
-of this form; custom kinds get plain merge patches.
+A strategic patch merges lists of objects by a key that the schema names. What Helm 3 sends for built-in kinds
+is of this form; custom kinds get plain merge patches.
 """
 
 from __future__ import annotations

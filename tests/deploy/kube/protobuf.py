@@ -1,7 +1,7 @@
-"""The two messages that Helm sends as protobuf instead of JSON: its releases, which are Secrets, and delete options.
+"""What Helm sends as protobuf instead of JSON: its releases, which are Secrets, and delete options.
 
-Kubernetes' envelope is the four bytes `k8s\\0` and a message `Unknown{1: TypeMeta, 2: raw}`. Field numbers are those
-of k8s.io/api/core/v1/generated.proto. Everything else is refused.
+Kubernetes' envelope is `MAGIC` and a message `Unknown{1: TypeMeta, 2: raw}`. Field numbers are those of
+k8s.io/api/core/v1/generated.proto. Everything else is refused.
 """
 
 from __future__ import annotations

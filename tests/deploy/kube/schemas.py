@@ -1,4 +1,4 @@
-"""Kubernetes' own schemas, strict: built-in kinds of one version from kubernetes-validate, custom ones from crds/.
+"""Kubernetes' own schemas, strict: built-in kinds from kubernetes-validate, custom ones from crds/.
 
 Answers what a schema can answer. What the API server refuses beyond that is in `admission.py`.
 """
@@ -12,7 +12,6 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-import kubernetes_validate
 from jsonschema import Draft202012Validator
 from referencing import Registry, Resource
 
@@ -31,7 +30,7 @@ class Schemas:
 
     def __init__(self, version: str) -> None:
         self.version = version
-        self._folder = files(kubernetes_validate) / "kubernetes-json-schema" / f"v{version}.0-local-strict"
+        self._folder = files("kubernetes_validate") / "kubernetes-json-schema" / f"v{version}.0-local-strict"
         if not self._folder.is_dir():
             raise ValueError(f"version: kubernetes-validate has no schemas for {version}")
         self._definitions = json.loads((self._folder / "_definitions.json").read_text())

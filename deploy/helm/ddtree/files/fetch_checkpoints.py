@@ -63,7 +63,7 @@ def wait(folders: Sequence[Path], timeout_s: float) -> Iterator[str]:
         while not (folder / MARKER).is_file():
             if time.monotonic() >= deadline:
                 raise FetchError(
-                    f"{folder} did not come within {timeout_s:g} s; look at the log of the job that fetches it"
+                    f"{folder} did not come within {timeout_s:g} s; look at the log of the fetching job"
                 )
             time.sleep(_POLL_S)
         yield f"{folder} is there"
@@ -87,8 +87,9 @@ def _from_hugging_face(folder: Path, name: str) -> None:
 
 
 def _from_s3(folder: Path, place: str) -> None:
-    import boto3
-    from botocore.exceptions import BotoCoreError, ClientError
+    # The image has it; what checks these types need not.
+    import boto3  # type: ignore[import-not-found]
+    from botocore.exceptions import BotoCoreError, ClientError  # type: ignore[import-not-found]
 
     bucket, _, prefix = place.partition("/")
     prefix = f"{prefix.rstrip('/')}/" if prefix else ""
@@ -99,7 +100,9 @@ def _from_s3(folder: Path, place: str) -> None:
                 name = entry["Key"].removeprefix(prefix)
                 path = folder / name
                 if ".." in path.parts:
-                    raise FetchError(f"s3://{place}: the object name {name!r} leads out of the folder; rename it")
+                    raise FetchError(
+                        f"s3://{place}: the object name {name!r} leads out of the folder; rename it"
+                    )
                 if not any(path.match(pattern) for pattern in WANTED):
                     continue
                 if path.is_file() and path.stat().st_size == entry["Size"]:
@@ -118,7 +121,7 @@ def _check(folder: Path, uri: str) -> None:
 
 def main(arguments: Sequence[str]) -> int:
     """Run; one line per checkpoint on stderr."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     fetching = commands.add_parser("fetch")
     fetching.add_argument("checkpoints", nargs="+", metavar="FOLDER=URI")

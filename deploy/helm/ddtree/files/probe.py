@@ -127,7 +127,7 @@ def drain(server: Server, settle_s: float, timeout_s: float, sleep: Callable[[fl
 
 def main(arguments: Sequence[str]) -> int:
     """Run one probe; says why on stderr, which the kubelet puts into the pod's events."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--http", default="http://127.0.0.1:8000", help="base URL of the server's HTTP port")
     parser.add_argument("--metrics", default="http://127.0.0.1:8002", help="base URL of its metrics port")
     commands = parser.add_subparsers(dest="command", required=True)
