@@ -7,7 +7,7 @@ Checks run from cheap to expensive: the text is tokenised last. Knows no transpo
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, Literal, cast, get_args
 
 from ddtree.errors import InvalidArgument
@@ -39,6 +39,13 @@ class GenerationParams:
     stream: bool = False
     sampling: SamplingSpec = field(default_factory=SamplingSpec)
     num_return_sequences: int = 1
+
+    def sequences(self) -> list[GenerationParams]:
+        """The row once for each of its sequences, which differ by their noise."""
+        return [
+            replace(self, sampling=replace(self.sampling, sequence_index=index))
+            for index in range(self.num_return_sequences)
+        ]
 
 
 @dataclass(frozen=True)

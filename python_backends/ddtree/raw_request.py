@@ -63,6 +63,19 @@ class RawRequest:
     random_seed: int | None = None
     return_kv_cache_reuse_stats: bool | None = None
 
+    @property
+    def is_guided(self) -> bool:
+        """Whether a grammar comes with it, which takes its time to compile."""
+        return any(
+            (
+                self.guided_json,
+                self.guided_regex,
+                self.guided_grammar,
+                self.guided_choice,
+                self.guided_decoding_guide_type,
+            )
+        )
+
 
 _ALIASES: Final = {
     "request_output_len": "max_tokens",

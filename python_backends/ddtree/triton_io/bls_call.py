@@ -21,7 +21,7 @@ _OUTPUTS = {
         "features", "commit_ms",
     ),
     "read_features": ("status", "features"),
-    "draft": ("status", "top_ids", "top_log_probs"),
+    "draft": ("status", "top_ids", "top_log_probs", "edge_log_probs"),
     "build_tree": ("tokens", "parents", "depths", "counts"),
 }  # fmt: skip
 
@@ -35,7 +35,7 @@ async def call_stage(model: str, operation: str, arrays: Arrays) -> Mapping[str,
     op = np.array([operation.encode()], dtype=np.object_)
     inputs = [pb_utils.Tensor("op", op), *(pb_utils.Tensor(name, array) for name, array in arrays.items())]
     request = pb_utils.InferenceRequest(
-        model_name=model, requested_output_names=list(_OUTPUTS[operation]), inputs=inputs
+        model_name=model, requested_output_names=[*_OUTPUTS[operation], "stage_ms"], inputs=inputs
     )
     response = await request.async_exec()
     if response.has_error():

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 from ddtree.config import ServingConfig
 from ddtree.engine import Engine
 from ddtree.errors import DDTreeError, InvalidArgument
+from ddtree.grammar import GrammarCompiler
 from ddtree.limits import Limits
 from ddtree.params import GenerationParams, validate
 from ddtree.raw_request import RawRequest
@@ -68,6 +69,7 @@ class Orchestrator:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._starting = asyncio.Lock()
         self._is_started = False
+        self._grammars: GrammarCompiler | None = None  # once started: only the engine knows the vocabulary
         self._live: defaultdict[str, set[Answer]] = defaultdict(set)
 
     async def handle(self, requests: Sequence[Any]) -> None:
@@ -118,12 +120,13 @@ class Orchestrator:
             await self._start()
             # All rows before the first one decodes: a refused request costs nobody anything.
             params = [await self._validate(row, f"row {i}: " * (len(rows) > 1)) for i, row in enumerate(rows)]
-            sinks = [
-                answer.open_row(row, each, partial(self._text.decode, each.prompt_ids))
-                for row, each in enumerate(params)
+            sequences = [
+                (each, answer.open_row(row, each, partial(self._text.decode, each.prompt_ids)))
+                for row, validated in enumerate(params)
+                for each in validated.sequences()
             ]
-            # After the first error the answer is over, and the other rows end because nobody waits for them.
-            await asyncio.gather(*(self._engine.generate(*row) for row in zip(params, sinks, strict=True)))
+            # After the first error the answer is over, and the others end because nobody waits for them.
+            await asyncio.gather(*(self._engine.generate(each, sink) for each, sink in sequences))
         finally:
             self._live[request_id].discard(answer)
             if not self._live[request_id]:
@@ -145,12 +148,13 @@ class Orchestrator:
         async with self._starting:
             if not self._is_started:
                 await self._engine.start()
+                self._grammars = self._text.grammars(self._engine.limits.vocab_size)
                 self._is_started = True
 
     async def _validate(self, raw: RawRequest, prefix: str) -> GenerationParams:
-        check = partial(validate, raw, self._engine.limits, self._text)
+        check = partial(validate, raw, self._engine.limits, self._text, self._grammars)
         try:
-            if len(raw.text_input or raw.messages or b"") <= _SHORT_PROMPT_BYTES:
+            if len(raw.text_input or raw.messages or b"") <= _SHORT_PROMPT_BYTES and not raw.is_guided:
                 return check()
             return await asyncio.get_running_loop().run_in_executor(None, check)
         except InvalidArgument as error:

@@ -6,13 +6,15 @@ names, not Triton: what sends them is a `Channel`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Final, Protocol
 
 import numpy as np
 
 from ddtree.errors import DDTreeError
+from ddtree.log_probs import TokenLogProbs
 from ddtree.params import GenerationParams
+from ddtree.sampling_spec import NO_LOG_PROBS
 from ddtree.sequence import Delta, Stats
 
 Arrays = dict[str, np.ndarray[Any, Any]]
@@ -92,17 +94,27 @@ class RowSink:
         self._prompt_text = prompt_text
         self._texts: list[str] = []
         self._ids: list[int] = []
+        self._log_probs: list[TokenLogProbs] = []
+        self._total_log_prob = 0.0
 
     def emit(self, delta: Delta, stats: Stats) -> None:
         """Send a delta, or keep it until the last one when the caller wants a single response."""
         self._texts.append(delta.text)
         self._ids += delta.token_ids
+        self._log_probs += delta.log_probs
         if not (self._params.stream or delta.finish_reason):
             return
-        text, ids = "".join(self._texts), tuple(self._ids)
+        text, ids, log_probs = "".join(self._texts), tuple(self._ids), tuple(self._log_probs)
         self._texts.clear()
         self._ids.clear()
-        outputs = delta_outputs(Delta(text, ids, delta.finish_reason), stats, self._row)
+        self._log_probs.clear()
+        sampling = self._params.sampling
+        outputs = delta_outputs(
+            Delta(text, ids, delta.finish_reason), stats, self._row, sampling.sequence_index
+        )
+        if sampling.top_log_probs != NO_LOG_PROBS:
+            self._total_log_prob += sum(entry.model for entry in log_probs)
+            outputs |= log_prob_outputs(log_probs, self._total_log_prob, sampling.top_log_probs)
         if not (self._params.stream or self._params.exclude_input_in_output):
             whole = (*self._params.prompt_ids, *ids)
             outputs |= _text("text_output", self._prompt_text() + text) | _id_outputs(whole)
@@ -113,13 +125,13 @@ class RowSink:
         return self._answer.is_cancelled()
 
 
-def delta_outputs(delta: Delta, stats: Stats, row: int) -> Arrays:
+def delta_outputs(delta: Delta, stats: Stats, row: int, sequence_index: int = 0) -> Arrays:
     """Give the outputs of one response; the totals come with the last one of a row."""
     outputs = _text("text_output", delta.text) | _text("finish_reason", delta.finish_reason)
     outputs |= _id_outputs(delta.token_ids)
     counts = {
         "batch_index": row,
-        "sequence_index": 0,
+        "sequence_index": sequence_index,
         "num_input_tokens": stats.prompt_tokens,
         "num_output_tokens": len(delta.token_ids),
     }
@@ -129,6 +141,20 @@ def delta_outputs(delta: Delta, stats: Stats, row: int) -> Arrays:
         counts["total_accepted_draft_tokens"] = stats.accepted_tokens
         outputs["acceptance_rate"] = np.array([[stats.acceptance_rate]], dtype=np.float32)
     return outputs | {name: np.array([[count]], dtype=np.int32) for name, count in counts.items()}
+
+
+def log_prob_outputs(entries: Sequence[TokenLogProbs], total: float, top: int) -> Arrays:
+    """Give the log-probs of a response's tokens, their sum over the sequence, and `top` alternatives."""
+    outputs = {
+        "output_log_probs": np.array([[[entry.model for entry in entries]]], dtype=np.float32),
+        "drawn_log_probs": np.array([[[entry.drawn for entry in entries]]], dtype=np.float32),
+        "cum_log_probs": np.array([[total]], dtype=np.float32),
+    }
+    if top:
+        pairs = np.array([entry.top for entry in entries], dtype=np.float64).reshape(1, len(entries), top, 2)
+        outputs["top_log_prob_ids"] = pairs[..., 0].astype(np.int32)
+        outputs["top_log_probs"] = pairs[..., 1].astype(np.float32)
+    return outputs
 
 
 def stop_outputs() -> Arrays:
