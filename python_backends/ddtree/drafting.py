@@ -11,9 +11,10 @@ from collections.abc import Sequence
 
 import torch
 
+from ddtree.events import FellBack, Observe, SessionLost, ignore
 from ddtree.planner import RoundPlanner, spread_trees
 from ddtree.scheduler import Live
-from ddtree.stages.base import Stages
+from ddtree.stages.base import DRAFTER, Stages
 from ddtree.types import DraftResult, Status, TreeBatch
 
 _LOG = logging.getLogger(__name__)
@@ -23,11 +24,14 @@ _MAX_DRAFT_LOSSES = 3
 class DraftingLoop:
     """Everything between a batch of sequences and its draft trees."""
 
-    def __init__(self, stages: Stages, planner: RoundPlanner, *, feed_chunk: int) -> None:
+    def __init__(
+        self, stages: Stages, planner: RoundPlanner, *, feed_chunk: int, observe: Observe = ignore
+    ) -> None:
         """Take the stages; `feed_chunk` is the most context tokens sent in one message when restoring."""
         self._stages = stages
         self._planner = planner
         self._feed_chunk = feed_chunk
+        self._observe = observe
 
     async def draft(self, batch: Sequence[Live]) -> tuple[list[Live], DraftResult | None]:
         """Candidates for the sequences of `batch` that can have any: (those sequences, their candidates)."""
@@ -49,8 +53,7 @@ class DraftingLoop:
         if len(kept) == len(wanting):
             return wanting, result
         rows = torch.tensor(kept, dtype=torch.int64)
-        fields = (result.status[rows], result.top_ids[rows], result.top_log_probs[rows])
-        return [wanting[index] for index in kept], DraftResult(*fields)
+        return [wanting[index] for index in kept], result.select(rows)
 
     async def build_trees(
         self, batch: Sequence[Live], drafting: Sequence[Live], drafts: DraftResult | None
@@ -81,22 +84,21 @@ class DraftingLoop:
             live.draft.delivered()
             return True
         if status == Status.POOL_FULL:
-            _LOG.info(
-                "session %d decodes without drafts: the drafter's pool is full", live.sequence.session_id
-            )
+            _LOG.info("no drafts from now on: the drafter's pool is full", extra=live.log_fields)
             live.draft.give_up()
+            self._observe(FellBack("drafter_full"))
         else:
             live.draft.lose()
             if live.draft.losses > _MAX_DRAFT_LOSSES:
-                _LOG.warning(
-                    "session %d decodes without drafts: the drafter keeps losing it", live.sequence.session_id
-                )
+                _LOG.warning("no drafts from now on: the drafter keeps losing it", extra=live.log_fields)
                 live.draft.give_up()
+                self._observe(FellBack("drafter_lost"))
         return False
 
     async def _restore(self, live: Live) -> None:
         """Open the drafter's session again from the features that the verifier keeps."""
         live.draft.forget()
+        self._observe(SessionLost(live, DRAFTER))
         ids = live.sequence.all_ids
         for start in range(0, live.committed, self._feed_chunk):
             count = min(self._feed_chunk, live.committed - start)

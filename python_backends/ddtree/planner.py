@@ -101,6 +101,7 @@ class RoundPlanner:
             budgets=_ints([_tree_budget(live) for live in batch]),
             is_chain=torch.tensor([live.sequence.params.draft_mode == "chain" for live in batch]),
             round_cost_ms=torch.from_numpy(self.cost.table()),
+            edge_log_probs=drafts.edge_log_probs,
         )
 
     def verify(self, batch: Sequence[Live], trees: TreeBatch) -> VerifyRequest:

@@ -9,7 +9,7 @@ the widest tree of the batch), `H` hidden size.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 
 import torch
@@ -76,13 +76,28 @@ class DraftRequest:
     width: int  # candidates wanted per position
 
 
+def _no_edges() -> torch.Tensor:
+    return torch.zeros((0, 0, 0, 0))
+
+
 @dataclass(frozen=True)
 class DraftResult:
-    """The drafter's best candidates per position, best first."""
+    """The drafter's best candidates per position, best first.
+
+    A drafter that scores a token given its parent adds edges: natural log, normalised over a parent's K
+    children, from candidate p of position d - 1 to candidate c of position d in `[s, d, p, c]`. The root is
+    the only parent at position 0 and stands as p = 0. No elements: a child is as probable under any parent.
+    """
 
     status: torch.Tensor  # [S] int32
     top_ids: torch.Tensor  # [S, D, K] int32
     top_log_probs: torch.Tensor  # [S, D, K] float32, natural log, normalised over the whole vocabulary
+    edge_log_probs: torch.Tensor = field(default_factory=_no_edges)  # [S, D, K, K] float32
+
+    def select(self, rows: torch.Tensor) -> DraftResult:
+        """The results of some sequences, `rows` int64."""
+        edges = self.edge_log_probs[rows] if self.edge_log_probs.numel() else self.edge_log_probs
+        return DraftResult(self.status[rows], self.top_ids[rows], self.top_log_probs[rows], edges)
 
 
 @dataclass(frozen=True)
@@ -90,7 +105,8 @@ class TreeRequest:
     """What to build trees from.
 
     `budgets[s]` is the most draft nodes of sequence s; `AUTO_BUDGET` lets the builder choose by the cost
-    curve; 0 gives an empty tree. A chain takes the first candidate of each position.
+    curve; 0 gives an empty tree. A chain takes the best candidate of each position (given its parent, where
+    there are edges, see `DraftResult`). A candidate of log-probability -inf is not there, edges or not.
     """
 
     top_ids: torch.Tensor  # [S, D, K] int32
@@ -100,6 +116,7 @@ class TreeRequest:
     round_cost_ms: (
         torch.Tensor
     )  # [R] float32: a round's milliseconds when r + 1 rows are verified; may be empty
+    edge_log_probs: torch.Tensor = field(default_factory=_no_edges)  # [S, D, K, K] float32, or no elements
 
 
 AUTO_BUDGET = -1
