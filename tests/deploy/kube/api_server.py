@@ -23,7 +23,7 @@ from tests.deploy.kube.cluster import ApiError, Cluster, Manifest, ResourceType
 from tests.deploy.kube.protobuf import MAGIC, UnsupportedMessageError, decode
 
 _VERBS = ("create", "delete", "get", "list", "patch", "update", "watch")
-_LONGEST_WATCH_S = 2.0
+_LONGEST_WATCH_S = 0.5
 _OPENAPI = "application/com.github.proto-openapi.spec.v2.v1.0+protobuf"
 
 

@@ -1,20 +1,24 @@
-"""The real helm as a Python call: render a chart, or run any command. Knows no Kubernetes."""
+"""The real helm as Python calls: render a chart, lint it, or run any command. Knows no Kubernetes."""
 
 from __future__ import annotations
 
+import copy
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from tests.deploy.kube.tools import ROOT
+from tests.deploy.kube.tools import ROOT, deploy_tools
 
 CHART = ROOT / "deploy" / "helm" / "ddtree"
 CI_VALUES = tuple(sorted((CHART / "ci").glob("*-values.yaml")))
+HELMS = ("helm3", "helm4")
 NAMESPACE = "inference"
+RELEASE = "rel"
 OPTIONAL_APIS = (
     "monitoring.coreos.com/v1/PodMonitor",
     "monitoring.coreos.com/v1/PrometheusRule",
@@ -43,33 +47,86 @@ def run(binary: Path, *arguments: str, env: Mapping[str, str] | None = None) -> 
     return result.stdout
 
 
-def template(
-    helm: Path,
-    *values: Path,
-    chart: Path = CHART,
-    settings: Sequence[str] = (),
-    apis: Sequence[str] = OPTIONAL_APIS,
-    kube_version: str = "1.33",
-    release: str = "rel",
-) -> list[Manifest]:
-    """The objects that a chart renders to. Raises HelmError."""
-    arguments = ["template", release, str(chart), "--namespace", NAMESPACE, "--kube-version", kube_version]
-    for path in values:
-        arguments += ["--values", str(path)]
-    for setting in settings:
-        arguments += ["--set", setting]
-    for api in apis:
-        arguments += ["--api-versions", api]
-    return parse(run(helm, *arguments))
+def helm(which: str, *arguments: str, env: Mapping[str, str] | None = None) -> str:
+    """Run "helm3" or "helm4". Raises HelmError."""
+    return run(getattr(deploy_tools(), which), *arguments, env=env)
 
 
-def parse(text: str) -> list[Manifest]:
-    """The objects in a stream of YAML documents."""
-    return [document for document in yaml.safe_load_all(text) if document]
+@dataclass(frozen=True)
+class Rendering:
+    """What is rendered, and how. `values` is a name in ci/ without its ending."""
+
+    values: str = "minimal"
+    settings: tuple[str, ...] = ()
+    helm: str = "helm4"
+    apis: tuple[str, ...] = OPTIONAL_APIS
+    kube_version: str = "1.33"
+    chart: Path = CHART
+
+    def text(self) -> str:
+        """helm's output. Raises HelmError."""
+        return _render(self)
+
+    def manifests(self) -> list[Manifest]:
+        """The objects, the caller's to change. Raises HelmError."""
+        return copy.deepcopy(_parse(self))
+
+    def only(self, kind: str, suffix: str = "") -> Manifest:
+        """The one object of a kind whose name ends so. Raises AssertionError when there is not exactly one."""
+        found = [
+            each
+            for each in self.manifests()
+            if each["kind"] == kind and each["metadata"]["name"].endswith(suffix)
+        ]
+        assert len(found) == 1, f"{self.values}: {len(found)} objects {kind} *{suffix}"
+        return found[0]
+
+    def pod(self) -> Manifest:
+        """The specification of the serving pod."""
+        spec = self.only("Deployment")["spec"]["template"]["spec"]
+        assert isinstance(spec, dict)
+        return spec
+
+    def server(self) -> Manifest:
+        """The serving container."""
+        container = self.pod()["containers"][0]
+        assert isinstance(container, dict)
+        return container
 
 
-def only(manifests: Sequence[Manifest], kind: str, suffix: str = "") -> Manifest:
-    """The one object of a kind whose name ends so. Raises AssertionError when there is not exactly one."""
-    found = [each for each in manifests if each["kind"] == kind and each["metadata"]["name"].endswith(suffix)]
-    assert len(found) == 1, f"{len(found)} objects {kind} *{suffix}"
-    return found[0]
+def values_path(name: str) -> Path:
+    """A file in ci/ by its name without the ending."""
+    return CHART / "ci" / f"{name}-values.yaml"
+
+
+def ci_names() -> list[str]:
+    """Every file in ci/, by that name."""
+    return [path.name.removesuffix("-values.yaml") for path in CI_VALUES]
+
+
+@cache
+def _render(what: Rendering) -> str:
+    arguments: list[str] = ["--namespace", NAMESPACE, "--kube-version", what.kube_version]
+    arguments += ["--values", str(values_path(what.values))]
+    arguments += _flags("--set", what.settings) + _flags("--api-versions", what.apis)
+    return helm(what.helm, "template", RELEASE, str(what.chart), *arguments)
+
+
+@cache
+def _parse(what: Rendering) -> list[Manifest]:
+    return [document for document in yaml.load_all(what.text(), Loader=yaml.CSafeLoader) if document]
+
+
+def _flags(name: str, values: Sequence[str]) -> list[str]:
+    return [part for value in values for part in (name, value)]
+
+
+def containers(pod: Manifest) -> Iterator[Manifest]:
+    """Every container of a pod, those that run before the others included."""
+    yield from pod.get("initContainers", ())
+    yield from pod["containers"]
+
+
+def environment(container: Manifest) -> dict[str, str]:
+    """The variables that have a value."""
+    return {entry["name"]: entry["value"] for entry in container["env"] if "value" in entry}

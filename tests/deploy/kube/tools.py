@@ -17,6 +17,7 @@ import tempfile
 import zipfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -35,13 +36,9 @@ class DeployTools:
     checkov: Path
     s3_client: Path  # a folder for PYTHONPATH, with boto3
 
-    @property
-    def helms(self) -> tuple[Path, Path]:
-        """Both Helms: users have the one or the other."""
-        return self.helm3, self.helm4
 
-
-def deploy_tools(pip_args: Sequence[str] = ()) -> DeployTools:
+@cache
+def deploy_tools(pip_args: tuple[str, ...] = ()) -> DeployTools:
     """The tools, brought if they are not there yet.
 
     Raises:
@@ -113,4 +110,4 @@ def _pip(python: Path, *arguments: str) -> None:
 
 
 if __name__ == "__main__":
-    deploy_tools(sys.argv[1:])
+    deploy_tools(tuple(sys.argv[1:]))

@@ -6,8 +6,11 @@ set -eu
 rm -rf /dev/shm/ddtree_*
 
 # Everything but inference and health is behind a key. Without one it is random and kept nowhere: closed to all.
-key="${DDTREE_ADMIN_KEY:-$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')}"
-unset DDTREE_ADMIN_KEY
+if [ -s /etc/ddtree-admin/key ]; then
+    key="$(cat /etc/ddtree-admin/key)"
+else
+    key="$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')"
+fi
 closed="shared-memory,model-repository,model-config,statistics,trace,logging"
 
 exec tritonserver "$@" \

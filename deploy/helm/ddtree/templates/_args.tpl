@@ -77,13 +77,6 @@
   value: /tmp/torch-inductor
 - name: CUDA_CACHE_PATH
   value: /tmp/cuda
-{{- with .Values.server.adminKeySecret.name }}
-- name: DDTREE_ADMIN_KEY
-  valueFrom:
-    secretKeyRef:
-      name: {{ . }}
-      key: {{ $.Values.server.adminKeySecret.key }}
-{{- end }}
 {{- with .Values.extraEnv }}
 {{ toYaml . }}
 {{- end }}

@@ -57,6 +57,7 @@ true
 - name: checkpoints
   emptyDir:
     sizeLimit: {{ $c.storage.size }}
+{{- include "ddtree.credentialsVolume" . }}
 {{- end }}
 {{- end -}}
 
@@ -82,7 +83,7 @@ true
 {{- $c := .root.Values.checkpoints -}}
 name: {{ .action }}-checkpoints
 image: {{ include "ddtree.image" .root | quote }}
-imagePullPolicy: {{ .root.Values.image.pullPolicy }}
+imagePullPolicy: {{ include "ddtree.pullPolicy" .root }}
 command: [python3, /etc/ddtree/fetch_checkpoints.py]
 args:
   - {{ .action }}
@@ -106,16 +107,17 @@ env:
 {{- if eq $c.source "huggingFace" }}
   - name: HF_ENDPOINT
     value: {{ $c.huggingFace.endpoint | quote }}
-{{- with $c.huggingFace.tokenSecret.name }}
-  - name: HF_TOKEN
-    valueFrom:
-      secretKeyRef:
-        name: {{ . }}
-        key: {{ $c.huggingFace.tokenSecret.key }}
+{{- if $c.huggingFace.tokenSecret.name }}
+  - name: HF_TOKEN_PATH
+    value: /etc/ddtree-credentials/file
 {{- end }}
 {{- else }}
   - name: AWS_DEFAULT_REGION
     value: {{ $c.s3.region | quote }}
+{{- if $c.s3.credentialsSecret.name }}
+  - name: AWS_SHARED_CREDENTIALS_FILE
+    value: /etc/ddtree-credentials/file
+{{- end }}
 {{- with $c.s3.endpoint }}
   - name: AWS_ENDPOINT_URL_S3
     value: {{ . | quote }}
@@ -123,11 +125,6 @@ env:
 {{- end }}
 {{- with $c.download.extraEnv }}
 {{ toYaml . | indent 2 }}
-{{- end }}
-{{- if and (eq $c.source "s3") $c.s3.credentialsSecret }}
-envFrom:
-  - secretRef:
-      name: {{ $c.s3.credentialsSecret }}
 {{- end }}
 {{- end }}
 resources: {{- toYaml $c.download.resources | nindent 2 }}
@@ -141,6 +138,34 @@ volumeMounts:
     readOnly: true
   - name: tmp
     mountPath: /tmp
+{{- if and (eq .action "fetch") (include "ddtree.credentials" .root) }}
+  - name: credentials
+    mountPath: /etc/ddtree-credentials
+    readOnly: true
+{{- end }}
+{{- end -}}
+
+{{/* Name and key, separated by a space, of the secret a download needs; empty when it needs none. */}}
+{{- define "ddtree.credentials" -}}
+{{- $c := .Values.checkpoints -}}
+{{- $secret := dict "huggingFace" $c.huggingFace.tokenSecret "s3" $c.s3.credentialsSecret -}}
+{{- with get $secret $c.source -}}
+{{- if .name -}}
+{{- printf "%s %s" .name .key -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* As a file, readable by the container alone: variables are inherited and printed. */}}
+{{- define "ddtree.credentialsVolume" -}}
+{{- with include "ddtree.credentials" . }}
+{{- $secret := splitList " " . }}
+- name: credentials
+  secret:
+    secretName: {{ first $secret }}
+    defaultMode: 0440
+    items: [{key: {{ last $secret }}, path: file}]
+{{- end }}
 {{- end -}}
 
 {{/* Before a server or worker starts: wait for the Job's download, or download into the pod's own folder. */}}
@@ -177,4 +202,5 @@ volumes:
       name: {{ include "ddtree.fullname" . }}-scripts
   - name: tmp
     emptyDir: {}
+  {{- include "ddtree.credentialsVolume" . | nindent 2 }}
 {{- end -}}

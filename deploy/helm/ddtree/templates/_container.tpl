@@ -3,7 +3,7 @@
 {{- define "ddtree.serverContainer" -}}
 name: triton
 image: {{ include "ddtree.image" . | quote }}
-imagePullPolicy: {{ .Values.image.pullPolicy }}
+imagePullPolicy: {{ include "ddtree.pullPolicy" . }}
 command: [/bin/sh, /etc/ddtree/start.sh]
 args:
   {{- include "ddtree.args" . | nindent 2 }}
@@ -35,6 +35,11 @@ volumeMounts:
   {{- if .Values.tls.enabled }}
   - name: tls
     mountPath: /etc/ddtree-tls
+    readOnly: true
+  {{- end }}
+  {{- if .Values.server.adminKeySecret.name }}
+  - name: admin-key
+    mountPath: /etc/ddtree-admin
     readOnly: true
   {{- end }}
   {{- include "ddtree.checkpointMounts" . | nindent 2 }}

@@ -52,6 +52,11 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{- end -}}
 {{- end -}}
 
+{{/* What a digest names cannot change; a tag can. */}}
+{{- define "ddtree.pullPolicy" -}}
+{{- .Values.image.pullPolicy | default (empty .Values.image.digest | not | ternary "IfNotPresent" "Always") -}}
+{{- end -}}
+
 {{- define "ddtree.serviceAccountName" -}}
 {{- if .Values.serviceAccount.create -}}
 {{- .Values.serviceAccount.name | default (include "ddtree.fullname" .) -}}

@@ -39,6 +39,15 @@ spec:
         secretName: {{ .Values.tls.secretName }}
         defaultMode: 0440
     {{- end }}
+    {{- with .Values.server.adminKeySecret }}
+    {{- if .name }}
+    - name: admin-key
+      secret:
+        secretName: {{ .name }}
+        defaultMode: 0440
+        items: [{key: {{ .key }}, path: key}]
+    {{- end }}
+    {{- end }}
     {{- include "ddtree.checkpointVolumes" . | nindent 4 }}
     {{- with .Values.extraVolumes }}
     {{- toYaml . | nindent 4 }}
