@@ -12,7 +12,8 @@ from benchmarks.measurement import Answer, Job, Setup
 from benchmarks.workers.channel import serve
 from ddtree import assembly
 from ddtree.config import ServingConfig
-from ddtree.engine import Engine, RoundRecord
+from ddtree.engine import Engine
+from ddtree.events import RoundRecord, rounds_only
 from ddtree.params import GenerationParams
 from ddtree.scheduler import Scheduler
 from ddtree.sequence import Delta, Stats
@@ -52,7 +53,7 @@ class _InProcess:
             assembly.load_in_process(config),
             TextCodec.from_folder(config.target),
             scheduler=Scheduler(max_sequences=1, max_waiting=1, prefill_chunk=config.prefill_chunk),
-            on_round=self._records.append,
+            observe=rounds_only(self._records.append),
         )
         self._loop.run_until_complete(self._engine.start())
 

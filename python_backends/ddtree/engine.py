@@ -10,12 +10,12 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from collections.abc import Sequence as Batch
-from dataclasses import dataclass
 
 import torch
 
+from ddtree import events
 from ddtree.detokenize import Decoder
 from ddtree.drafting import DraftingLoop
 from ddtree.errors import Cancelled, DDTreeError, InvalidArgument, Unavailable
@@ -25,22 +25,11 @@ from ddtree.params import GenerationParams
 from ddtree.planner import RoundPlanner
 from ddtree.scheduler import DraftContext, Live, Scheduler, Sink
 from ddtree.sequence import Delta, Sequence, SequenceState
-from ddtree.stages.base import Stages
+from ddtree.stages.base import TARGET_VERIFIER, Stages
 from ddtree.types import Status, VerifyResult
 
 _LOG = logging.getLogger(__name__)
 _MAX_RECOVERIES = 3
-
-
-@dataclass(frozen=True)
-class RoundRecord:
-    """What one packed round did and where its time went."""
-
-    sequences: int
-    nodes: int
-    emitted: int
-    cache_commit_ms: float  # the part of the verify stage that moved the cache
-    stage_ms: dict[str, float]  # draft, build_tree, verify, commit
 
 
 class Engine:
@@ -53,12 +42,12 @@ class Engine:
         *,
         scheduler: Scheduler,
         feed_chunk: int = 128,
-        on_round: Callable[[RoundRecord], None] | None = None,
+        observe: events.Observe = events.ignore,
     ) -> None:
         self._stages = stages
         self._decoder = decoder
         self._scheduler = scheduler
-        self._on_round = on_round
+        self._observe = observe
         self._feed_chunk = feed_chunk
         self._planner: RoundPlanner | None = None
         self._drafting: DraftingLoop | None = None
@@ -75,7 +64,9 @@ class Engine:
         """
         info = await self._stages.describe()
         self._planner = RoundPlanner(info)
-        self._drafting = DraftingLoop(self._stages, self._planner, feed_chunk=self._feed_chunk)
+        self._drafting = DraftingLoop(
+            self._stages, self._planner, feed_chunk=self._feed_chunk, observe=self._observe
+        )
         if self._loop_task is None:
             self._loop_task = asyncio.get_running_loop().create_task(self._run(), name="ddtree-engine")
 
@@ -94,8 +85,10 @@ class Engine:
         """Whether no sequence is left and the stages have been told of every one that ended."""
         return not self._scheduler and not self._to_release
 
-    async def generate(self, params: GenerationParams, sink: Sink) -> None:
-        """Run one sequence to its end; every round's delta goes to `sink`.
+    async def generate(
+        self, params: GenerationParams, sink: Sink, request: events.RequestWatch | None = None
+    ) -> None:
+        """Run one sequence, a row of `request`, to its end; every round's delta goes to `sink`.
 
         Raises:
             DDTreeError: the sequence could not be finished; nothing is emitted after it.
@@ -107,8 +100,10 @@ class Engine:
             done=asyncio.get_running_loop().create_future(),
             draft=DraftContext(is_wanted=params.draft_mode != "off" and params.tree_budget != 0),
             node_cap=self._plan.node_cap(params),
+            request=request or events.RequestWatch(),
         )
         self._scheduler.add(live)
+        self._observe(events.SequenceQueued(live))
         self._work.set()
         await live.done
 
@@ -140,7 +135,7 @@ class Engine:
             try:
                 await self._step()
             except Exception as error:  # noqa: BLE001 - the loop outlives whatever went wrong in a step
-                _LOG.exception("a step failed")
+                _LOG.exception("a step failed: %s", error)
                 wrapped = (
                     error if isinstance(error, DDTreeError) else Unavailable(f"the engine failed: {error}")
                 )
@@ -164,6 +159,7 @@ class Engine:
             self._fail([live for live in batch if not live.sequence.is_finished], error)
 
     async def _prefill(self, batch: Batch[tuple[Live, int]]) -> None:
+        started_s = time.perf_counter()
         result = await self._stages.prefill(self._plan.prefill(batch))
         features = result.features.split([count for _, count in batch])
         for index, (live, count) in enumerate(batch):
@@ -175,13 +171,13 @@ class Engine:
                 live.sequence.state = SequenceState.DECODING
                 if not live.sequence.output_ids:  # a reopened sequence knows its root token already
                     self._append(live, [int(result.next_tokens[index])], None, result.log_probs[index])
+        lives = [live for live, _ in batch]
+        self._observe(events.Prefilled(lives, started_s, time.perf_counter() - started_s))
         # An unfinished prompt's context goes to the drafter at once: no message grows with the prompt.
-        await self._drafts.feed(
-            [live for live, _ in batch if live.sequence.state is SequenceState.PREFILLING]
-        )
+        await self._drafts.feed([live for live in lives if live.sequence.state is SequenceState.PREFILLING])
 
     async def _round(self, batch: Batch[Live]) -> None:
-        watch = _StopWatch()
+        watch = events.StopWatch()
         drafting, drafts = await self._drafts.draft(batch)
         watch.lap("draft")
         trees = await self._drafts.build_trees(batch, drafting, drafts)
@@ -191,15 +187,21 @@ class Engine:
         emitted = self._commit(batch, verdict)
         watch.lap("commit")
         nodes = int(verdict.node_counts.sum())
-        self._plan.cost.observe(
+        cost = self._plan.cost
+        plain_ms = cost.plain_ms(len(batch)) + watch.ms["commit"]
+        is_paused = cost.observe(
             sequences=len(batch),
             rows=len(batch) + nodes,
             emitted=emitted,
             draft_ms=watch.ms["draft"] if any(live.is_budget_open for live in drafting) else 0.0,
             verify_ms=watch.ms["verify"],
         )
-        if self._on_round is not None:
-            self._on_round(RoundRecord(len(batch), nodes, emitted, verdict.commit_ms, watch.ms))
+        if is_paused:
+            self._observe(events.FellBack("not_paying"))
+        record = events.RoundRecord(
+            len(batch), nodes, emitted, verdict.commit_ms, plain_ms, watch.ms, watch.started_s
+        )
+        self._observe(events.RoundDone(batch, drafting, trees.counts.tolist(), record))
 
     def _commit(self, batch: Batch[Live], verdict: VerifyResult) -> int:
         """Append what was accepted to each sequence; gives how many tokens were emitted."""
@@ -224,15 +226,15 @@ class Engine:
         try:
             if status == Status.POOL_FULL:
                 self._scheduler.postpone(live)
+                self._observe(events.Preempted(live))
             elif status == Status.GRAMMAR_FAILED:
                 raise InvalidArgument("the grammar became too complex to follow; bound its repetitions")
             elif live.recoveries == _MAX_RECOVERIES:
                 raise Unavailable(f"the verifier lost the session {_MAX_RECOVERIES + 1} times; retry later")
             else:
-                _LOG.warning(
-                    "session %d was lost by the verifier, opening it again", live.sequence.session_id
-                )
+                _LOG.warning("the verifier lost a session, opening it again", extra=live.log_fields)
                 live.reopen()
+                self._observe(events.SessionLost(live, TARGET_VERIFIER))
         except DDTreeError as error:
             self._fail([live], error)
         return False
@@ -250,9 +252,10 @@ class Engine:
         try:
             live.sink.emit(delta, live.sequence.stats)
         except Exception as error:  # noqa: BLE001 - one caller's broken channel must not touch the others
-            _LOG.exception("session %d cannot be answered", live.sequence.session_id)
+            _LOG.exception("a sequence cannot be answered", extra=live.log_fields)
             self._fail([live], Unavailable(f"the answer could not be sent: {error}"))
             return
+        self._observe(events.Emitted(live, delta))
         if delta.finish_reason:
             self._remove(live)
             if not live.done.done():
@@ -283,16 +286,3 @@ class Engine:
         except DDTreeError as error:
             _LOG.warning("%d sessions could not be released: %s", len(session_ids), error)
         del self._to_release[: len(session_ids)]  # only now: idle means that the stages know
-
-
-class _StopWatch:
-    """Milliseconds of the stages of one round, by name."""
-
-    def __init__(self) -> None:
-        self.ms: dict[str, float] = {}
-        self._last = time.perf_counter()
-
-    def lap(self, name: str) -> None:
-        now = time.perf_counter()
-        self.ms[name] = (now - self._last) * 1e3
-        self._last = now

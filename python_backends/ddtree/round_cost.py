@@ -47,16 +47,20 @@ class RoundCost:
             return False
         return True
 
-    def observe(self, *, sequences: int, rows: int, emitted: int, draft_ms: float, verify_ms: float) -> None:
-        """Take note of a finished round; `draft_ms` is 0 when nobody drafted."""
+    def plain_ms(self, sequences: int) -> float:
+        """Milliseconds of verifying only the roots of so many sequences: a plain decoding step."""
+        return self._curve.at(sequences) * self._scale
+
+    def observe(self, *, sequences: int, rows: int, emitted: int, draft_ms: float, verify_ms: float) -> bool:
+        """Note a finished round; `draft_ms` is 0 when nobody drafted. Gives whether a pause begins."""
         ratio = verify_ms / self._curve.at(rows)
         if not _FASTEST < ratio < _SLOWEST:
-            return
+            return False
         self._rounds += 1
         weight = max(_MEMORY, 1 / (self._rounds + 1))
         self._scale += weight * (ratio - self._scale)
         if draft_ms <= 0:
-            return
+            return False
         self._draft_ms += weight * (draft_ms - self._draft_ms)
         plain_rate = sequences / (self._curve.at(sequences) * ratio)
         self._gain += _MEMORY * (emitted / (draft_ms + verify_ms) / plain_rate - self._gain)
@@ -65,3 +69,5 @@ class RoundCost:
             self._pause_left = _PAUSE_ROUNDS
             self._drafted_rounds = 0
             self._gain = 1.0
+            return True
+        return False

@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 
 from ddtree.errors import ResourceExhausted
+from ddtree.events import RequestWatch
 from ddtree.sequence import Delta, Sequence, SequenceState, Stats
 from ddtree.types import AUTO_BUDGET
 
@@ -87,6 +88,12 @@ class Live:
     node_cap: int  # most draft nodes a round may stage for it
     committed: int = 0  # committed length in the verifier
     recoveries: int = 0
+    request: RequestWatch = field(default_factory=RequestWatch)  # whose row it is, for those who listen
+
+    @property
+    def log_fields(self) -> dict[str, object]:
+        """What a log record about it carries."""
+        return {"request_id": self.request.request_id, "session_id": self.sequence.session_id}
 
     @property
     def to_commit(self) -> int:

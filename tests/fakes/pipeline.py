@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from ddtree.engine import Engine, RoundRecord
+from ddtree.engine import Engine
+from ddtree.events import Observe, ignore
 from ddtree.models.target import TargetModel
 from ddtree.params import GenerationParams
 from ddtree.scheduler import Scheduler
@@ -48,13 +49,13 @@ async def running_engine(
     max_sequences: int = 32,
     max_waiting: int = 64,
     prefill_chunk: int = 16,
-    on_round: Callable[[RoundRecord], None] | None = None,
+    observe: Observe = ignore,
 ) -> AsyncIterator[Engine]:
     """An engine over both stages; afterwards every session and page must have been given back."""
     scheduler = Scheduler(max_sequences=max_sequences, max_waiting=max_waiting, prefill_chunk=prefill_chunk)
-    stages = InProcessStages(verifier, drafter)
+    stages = InProcessStages(verifier, drafter, observe)
     engine = Engine(
-        stages, TextCodec.from_folder(folder), scheduler=scheduler, feed_chunk=8, on_round=on_round
+        stages, TextCodec.from_folder(folder), scheduler=scheduler, feed_chunk=8, observe=observe
     )
     await engine.start()
     try:

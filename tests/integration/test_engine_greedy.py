@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ddtree.engine import RoundRecord
+from ddtree.events import RoundRecord, rounds_only
 from ddtree.params import DraftMode, GenerationParams
 from ddtree.types import AUTO_BUDGET
 from tests.fakes.pipeline import GreedyReference, generate_all, make_oracle, make_verifier, running_engine
@@ -70,7 +70,7 @@ async def test_a_perfect_oracle_is_accepted_in_full_depth_each_round(target: Pat
     rounds: list[RoundRecord] = []
     depth = BLOCK_SIZE - 1
     async with running_engine(
-        make_verifier(target), make_oracle(target, noise=0), target, on_round=rounds.append
+        make_verifier(target), make_oracle(target, noise=0), target, observe=rounds_only(rounds.append)
     ) as engine:
         for prompt in prompts(3):
             params = GenerationParams(

@@ -22,6 +22,9 @@ from ddtree.types import (
     VerifyResult,
 )
 
+# The stages' model names, and what they are called in metrics and logs of either topology.
+DRAFTER, TREE_BUILDER, TARGET_VERIFIER = "drafter", "tree_builder", "target_verifier"
+
 
 @dataclass(frozen=True)
 class StageInfo:

@@ -16,7 +16,8 @@ import numpy as np
 import torch
 
 from ddtree.errors import Unavailable
-from ddtree.stages.base import StageInfo
+from ddtree.events import Observe, ignore, watch_call
+from ddtree.stages.base import DRAFTER, TARGET_VERIFIER, TREE_BUILDER, StageInfo
 from ddtree.types import (
     DrafterInfo,
     DraftRequest,
@@ -34,8 +35,6 @@ from ddtree.types import (
 )
 from ddtree.wire import Arrays, decode, encode
 
-DRAFTER, TREE_BUILDER, TARGET_VERIFIER = "drafter", "tree_builder", "target_verifier"
-
 # (model, operation, inputs) to outputs; raises Unavailable when the stage cannot answer.
 StageCall = Callable[[str, str, Arrays], Awaitable[Mapping[str, Any]]]
 _Message = TypeVar("_Message")
@@ -44,8 +43,9 @@ _Message = TypeVar("_Message")
 class BlsStages:
     """Stages behind BLS; see `Stages`."""
 
-    def __init__(self, call: StageCall) -> None:
-        self._call = call
+    def __init__(self, call: StageCall, observe: Observe = ignore) -> None:
+        self._send = call
+        self._observe = observe
         self._feature_dtype: torch.dtype | None = None
 
     async def describe(self) -> StageInfo:
@@ -87,6 +87,10 @@ class BlsStages:
     async def close(self) -> None:
         """Nothing is held here."""
 
+    async def _call(self, model: str, operation: str, arrays: Arrays) -> Mapping[str, Any]:
+        answer = self._send(model, operation, arrays)
+        return await watch_call(self._observe, model, operation, answer, _work_seconds)
+
     async def _exchange(self, model: str, operation: str, request: Any, result: type[_Message]) -> _Message:
         assert self._feature_dtype is not None, "describe comes before the first call"
         outputs = await self._call(model, operation, encode(request))
@@ -101,6 +105,10 @@ class BlsStages:
         outputs = await self._call(model, "describe", {})
         info: dict[str, Any] = json.loads(bytes(outputs["info"][0]))
         return info
+
+
+def _work_seconds(outputs: Mapping[str, Any]) -> float:
+    return float(outputs["stage_ms"][0]) / 1e3 if "stage_ms" in outputs else 0.0
 
 
 def read_info(info_type: type[_Message], values: Mapping[str, Any]) -> _Message:

@@ -7,13 +7,15 @@ math library keeps one team of threads.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol, TypeVar
 
 import torch
 
-from ddtree.stages.base import StageInfo
+from ddtree.events import Observe, ignore, watch_call
+from ddtree.stages.base import DRAFTER, TARGET_VERIFIER, TREE_BUILDER, StageInfo
 from ddtree.tree import build_trees
 from ddtree.types import (
     DrafterInfo,
@@ -53,43 +55,55 @@ class DraftStage(Protocol):
 class InProcessStages:
     """Stages of one process; see `Stages`."""
 
-    def __init__(self, verifier: TargetVerifier, drafter: DraftStage) -> None:
+    def __init__(self, verifier: TargetVerifier, drafter: DraftStage, observe: Observe = ignore) -> None:
         self.verifier = verifier
         self.drafter = drafter
+        self.observe = observe
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ddtree-stages")
 
     async def describe(self) -> StageInfo:
         """What is loaded, and what the stages hold now."""
-        return StageInfo(await self._run(self.verifier.info), await self._run(self.drafter.info))
+        verifier = await self._ask(TARGET_VERIFIER, "describe", self.verifier.info)
+        return StageInfo(verifier, await self._ask(DRAFTER, "describe", self.drafter.info))
 
     async def prefill(self, request: PrefillRequest) -> PrefillResult:
         """Let the target read chunks of committed ids."""
-        return await self._run(self.verifier.prefill, request)
+        return await self._ask(TARGET_VERIFIER, "prefill", self.verifier.prefill, request)
 
     async def draft(self, request: DraftRequest) -> DraftResult:
         """Give the drafter new context and take its candidates."""
-        return await self._run(self.drafter.draft, request)
+        return await self._ask(DRAFTER, "draft", self.drafter.draft, request)
 
     async def build_tree(self, request: TreeRequest) -> TreeBatch:
         """Make draft trees of candidates."""
-        return await self._run(build_trees, request)
+        return await self._ask(TREE_BUILDER, "build_tree", build_trees, request)
 
     async def verify(self, request: VerifyRequest) -> VerifyResult:
         """Check trees against the target; the accepted paths are committed in its cache."""
-        return await self._run(self.verifier.verify, request)
+        return await self._ask(TARGET_VERIFIER, "verify", self.verifier.verify, request)
 
     async def read_features(self, request: FeatureRequest) -> FeatureResult:
         """Read stored context features back."""
-        return await self._run(self.verifier.read_features, request)
+        return await self._ask(TARGET_VERIFIER, "read_features", self.verifier.read_features, request)
 
     async def release(self, session_ids: Sequence[int]) -> None:
         """Drop sessions in both stages."""
-        await self._run(self.verifier.release, session_ids)
-        await self._run(self.drafter.release, session_ids)
+        await self._ask(TARGET_VERIFIER, "release", self.verifier.release, session_ids)
+        await self._ask(DRAFTER, "release", self.drafter.release, session_ids)
 
     async def close(self) -> None:
         """End the thread."""
         self._thread.shutdown(wait=False)
+
+    async def _ask(
+        self, stage: str, operation: str, call: Callable[..., _Result], *arguments: Any
+    ) -> _Result:
+        def work() -> tuple[_Result, float]:
+            started = time.perf_counter()
+            return call(*arguments), time.perf_counter() - started
+
+        answer, _ = await watch_call(self.observe, stage, operation, self._run(work), lambda done: done[1])
+        return answer
 
     async def _run(self, call: Callable[..., _Result], *arguments: Any) -> _Result:
         def run() -> _Result:

@@ -19,7 +19,8 @@ import triton_python_backend_utils as pb_utils
 
 from ddtree import assembly
 from ddtree.config import ServingConfig
-from ddtree.engine import Engine, RoundRecord
+from ddtree.engine import Engine
+from ddtree.events import RoundRecord, rounds_only
 from ddtree.models.draft_checkpoint import draft_hash, open_checkpoint
 from ddtree.scheduler import Scheduler
 from ddtree.stages.in_process import InProcessStages
@@ -45,7 +46,8 @@ class TritonPythonModel(orchestrator.TritonPythonModel):
         self._stages = InProcessStages(self._verifier, self._oracle)
         self._rounds = 0
         engine = Engine(
-            self._stages, text, scheduler=scheduler, feed_chunk=config.prefill_chunk, on_round=self._count_round
+            self._stages, text, scheduler=scheduler, feed_chunk=config.prefill_chunk,
+            observe=rounds_only(self._count_round),
         )
         self._orchestrator = orchestrator.Orchestrator(engine, text)
 
