@@ -1,4 +1,4 @@
-"""Every example of the chart is linted, rendered by both Helms, and checked against Kubernetes' own schemas."""
+"""Every example of the chart is linted, rendered by both Helms, and held to Kubernetes' own schemas."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_both_helms_render_the_same_objects(name: str) -> None:
 def test_every_object_is_what_this_kubernetes_takes(name: str, version: str) -> None:
     rendering = Rendering(name, kube_version=version)
     if name == "oci-image" and int(version.split(".")[1]) < IMAGE_VOLUMES_SINCE:
-        with pytest.raises(HelmError, match="needs Kubernetes 1.31"):
+        with pytest.raises(HelmError, match=r"needs Kubernetes 1\.31"):
             rendering.text()
         return
     manifests = rendering.manifests()
@@ -77,7 +77,7 @@ def test_a_bad_pod_in_a_leader_worker_set_is_found() -> None:
 
 def test_a_kind_without_a_schema_is_an_error() -> None:
     manifest = {"apiVersion": "autoscaling/v2beta2", "kind": "HorizontalPodAutoscaler", "metadata": {}}
-    with pytest.raises(UnknownKindError, match="unknown in Kubernetes 1.33"):
+    with pytest.raises(UnknownKindError, match=r"unknown in Kubernetes 1\.33"):
         wrong("1.33", manifest)
 
 
@@ -115,6 +115,6 @@ def test_the_package_leaves_the_examples_out_and_still_renders(tmp_path: Path) -
     (package,) = tmp_path.glob("ddtree-*.tgz")
     with tarfile.open(package) as archive:
         names = archive.getnames()
-    assert "ddtree/dashboards/serving.json" in names
+    assert [name for name in names if name.startswith("ddtree/dashboards/")]
     assert not [name for name in names if name.startswith("ddtree/ci/") or "__pycache__" in name]
     assert Rendering(chart=package).manifests() == Rendering().manifests()

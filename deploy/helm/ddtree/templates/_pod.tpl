@@ -56,7 +56,7 @@ spec:
 
 {{/* A change of what is mounted rolls the pods, as a change of the pod itself does anyway. */}}
 {{- define "ddtree.podAnnotations" -}}
-checksum/scripts: {{ include (print .Template.BasePath "/configmap-scripts.yaml") . | sha256sum }}
+checksum/scripts: {{ include "ddtree.scripts" . | sha256sum }}
 {{- /* Triton reads its certificates once. A renewed secret is seen at the next upgrade that asks a cluster. */}}
 {{- if .Values.tls.enabled }}
 {{- with lookup "v1" "Secret" .Release.Namespace .Values.tls.secretName }}
