@@ -34,28 +34,34 @@ _JSON_LAYOUT: Final[Any] = {"whitespace_flexible": False, "item_separator": ", "
 class Matcher:
     """Where one text stands in its grammar."""
 
-    def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
+    def __init__(self, matcher: LLMatcher) -> None:
         self._matcher = matcher
-        self._vocab_size = vocab_size
 
     def fork(self) -> Matcher:
         """Give an independent copy."""
-        return Matcher(self._matcher.deep_copy(), self._vocab_size)
+        return Matcher(self._matcher.deep_copy())
 
     def advance(self, tokens: Sequence[int]) -> bool:
         """Take tokens as far as the grammar allows them; gives whether it took them all."""
         return self._matcher.try_consume_tokens(list(tokens)) == len(tokens)
 
-    def allowed(self, device: torch.device) -> torch.Tensor:
-        """Which tokens may come next, `[V]` bool; once the text is complete, only the stop ids."""
-        words = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.int32)
-        bits = torch.from_numpy(words.copy()).to(device)[:, None] >> torch.arange(32, device=device)
-        return (bits & 1).bool().flatten()[: self._vocab_size]
+    def allowed_words(self) -> torch.Tensor:
+        """Which tokens may come next, a bit each, `[V / 32]` int32; after a complete text, the stop ids."""
+        return torch.from_numpy(np.frombuffer(self._matcher.compute_bitmask(), dtype=np.int32).copy())
 
     @property
     def failure(self) -> str | None:
         """Why the grammar cannot be followed any further: a limit on its complexity was reached."""
         return _one_line(self._matcher.get_error()) if self._matcher.is_error() else None
+
+
+def unpack_words(
+    words: torch.Tensor,  # [R, V / 32] int32
+    vocab_size: int,
+) -> torch.Tensor:
+    """Turn `Matcher.allowed_words` into `[R, V]` bool."""
+    bits = words[:, :, None] >> torch.arange(32, device=words.device)
+    return (bits & 1).bool().flatten(1)[:, :vocab_size]
 
 
 class GrammarCompiler:
@@ -107,7 +113,7 @@ class GrammarCompiler:
         if matcher.is_error():
             rule = f"cannot be used: {_one_line(matcher.get_error())}"
             raise InvalidArgument.of(field, rule, _shortened(grammar.source), "correct it")
-        return Matcher(matcher, self._vocab_size)
+        return Matcher(matcher)
 
     def _get_tables(self) -> LLTokenizer:
         if self._tables is None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ddtree.grammar import Matcher
+from ddtree.grammar import Matcher, unpack_words
 from ddtree.logits_process import Cuts, Penalties, penalise, temper_and_cut
 from ddtree.noise import gumbel
 from ddtree.sampling_spec import SamplingSpec
@@ -99,7 +99,7 @@ class PathSampler:
         self._penalised = [row for row, state in enumerate(states) if state.output_counts is not None]
         self._penalties = _collect([states[row] for row in self._penalised], device)
         self._is_constrained = [
-            bool(spec.grammar or spec.bad_words or spec.min_tokens or spec.logit_bias) for spec in specs
+            bool(spec.bad_words or spec.min_tokens or spec.logit_bias) for spec in specs
         ]
 
     def advance(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
@@ -147,21 +147,31 @@ class PathSampler:
 
     def _constrain(self, rows: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
         """Forbid and bias, for the rows that ask for it."""
-        places = [place for place, row in enumerate(rows) if self._is_constrained[row]]
-        if not places:
+        guided = [place for place, row in enumerate(rows) if row in self._matchers]
+        forbidden: list[tuple[int, int]] = []  # (place, token id)
+        biased: list[tuple[int, int]] = []
+        biases: list[float] = []
+        for place, row in enumerate(rows):
+            if self._is_constrained[row]:
+                forbidden += [(place, token) for token in self._forbidden(row)]
+                for token, bias in self._specs[row].logit_bias:
+                    biased.append((place, token))
+                    biases.append(bias)
+        if not (guided or forbidden or biased):
             return logits
-        logits = logits.clone()
-        for place in places:
-            row = rows[place]
-            spec = self._specs[row]
-            if row in self._matchers:
-                logits[place].masked_fill_(~self._matchers[row].allowed(logits.device), -torch.inf)
-            forbidden = self._forbidden(row)
-            if forbidden:
-                logits[place, forbidden] = -torch.inf
-            if spec.logit_bias:
-                ids, values = zip(*spec.logit_bias, strict=True)
-                logits[place, list(ids)] += torch.tensor(values, dtype=torch.float32, device=logits.device)
+        logits = logits.clone()  # the model's own are still to be reported
+        device = logits.device
+        if guided:
+            words = torch.stack([self._matchers[rows[place]].allowed_words() for place in guided])
+            at = torch.tensor(guided, device=device)
+            allowed = unpack_words(words.to(device), logits.shape[1])
+            logits[at] = logits[at].masked_fill(~allowed, -torch.inf)
+        if forbidden:
+            places, tokens = torch.tensor(forbidden, device=device).unbind(dim=1)
+            logits[places, tokens] = -torch.inf
+        if biased:
+            places, tokens = torch.tensor(biased, device=device).unbind(dim=1)
+            logits[places, tokens] += torch.tensor(biases, device=device)
         return logits
 
     def _forbidden(self, row: int) -> list[int]:
