@@ -6,6 +6,7 @@ This module knows the files of a transformers checkpoint; it does not know what 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -85,17 +86,25 @@ def load_target(folder: Path, *, dtype: torch.dtype, device: torch.device, atten
             attn_implementation=attention,
             local_files_only=True,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are reported below, by name; transformers only says that
         )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         reason = " ".join(str(error).split())[:400]
         raise CheckpointError(f"target: {folder} could not be loaded: {reason}") from None
-    for kind in ("missing_keys", "mismatched_keys"):
-        if names := sorted(str(name) for name in report.get(kind) or ()):
-            raise CheckpointError(
-                f"target: {folder} has {len(names)} {kind.replace('_', ' ')}, the first is {names[0]}; "
-                "the weights do not belong to this config.json"
-            )
+    _check_report(folder, report)
     return model.to(device).eval().requires_grad_(False)
+
+
+def _check_report(folder: Path, report: Mapping[str, Any]) -> None:
+    """Refuse weights that do not belong to the folder's configuration."""
+    if names := sorted(report.get("missing_keys") or ()):
+        problem = f"{len(names)} tensors are missing, the first is {names[0]}"
+    elif shapes := sorted(report.get("mismatched_keys") or ()):
+        name, found, expected = shapes[0]
+        problem = f"{len(shapes)} tensors have another shape: {name} {list(expected)} is {list(found)}"
+    else:
+        return
+    raise CheckpointError(f"target: in {folder} {problem}; the weights do not belong to its config.json")
 
 
 def load_tables(folder: Path, *, dtype: torch.dtype, device: torch.device) -> TargetTables:
