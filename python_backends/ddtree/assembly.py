@@ -12,6 +12,7 @@ from ddtree.models import loading
 from ddtree.models.dflash import DFlashDraft, FeatureProjection
 from ddtree.models.draft_checkpoint import DraftCheckpoint, draft_hash, open_checkpoint
 from ddtree.models.packed import can_pack, pack, packed_linear
+from ddtree.models.probe import check_trees_work
 from ddtree.models.target import TargetModel
 from ddtree.stages.in_process import InProcessStages
 from ddtree.text import TextCodec
@@ -58,7 +59,9 @@ def _load_target(config: ServingConfig) -> TargetModel:
     _set_threads(config)
     taps = _open_draft(config).config.target_layer_ids
     device = loading.choose_device(config.device)
-    return TargetModel.load(config.target, dtype=config.dtype, device=device, taps=taps)
+    target = TargetModel.load(config.target, dtype=config.dtype, device=device, taps=taps)
+    check_trees_work(target)
+    return target
 
 
 def _build_verifier(config: ServingConfig, target: TargetModel) -> TargetVerifier:

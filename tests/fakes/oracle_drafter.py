@@ -52,7 +52,7 @@ class OracleDrafter:
             self.lose_next = False
             self._sessions.clear()
         assert len(request.context_ids) == len(request.context_features) == int(request.counts.sum())
-        vocabulary = self._model.config.vocab_size
+        vocabulary = self._model.config.get_text_config().vocab_size
         depth, width = request.depth, min(request.width, vocabulary)
         status, ids, log_probs = [], [], []
         start = 0
@@ -98,7 +98,7 @@ class OracleDrafter:
 
     def _hide(self, true: int, width: int) -> list[int]:
         """Candidates of one position: distinct ids, the true one at a random rank or missing."""
-        others = [token for token in range(self._model.config.vocab_size) if token != true]
+        others = [token for token in range(self._model.config.get_text_config().vocab_size) if token != true]
         row = self._random.sample(others, min(width, len(others)))
         draw = self._random.random()
         if draw >= self.noise:

@@ -41,11 +41,11 @@ def make_target(folder: Path, *, seed: int = 0, vocab_size: int = VOCAB_SIZE) ->
     model.generation_config.eos_token_id = EOS_ID
     model.generation_config.pad_token_id = EOS_ID
     model.save_pretrained(folder)
-    _make_tokenizer().save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
     return folder
 
 
-def _make_tokenizer() -> PreTrainedTokenizerFast:
+def make_tokenizer() -> PreTrainedTokenizerFast:
     """One token per byte, three special ones, no merges."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {symbol: index for index, symbol in enumerate(alphabet)}

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 
 from ddtree.errors import CheckpointError
 from ddtree.models.draft_config import DraftConfig
+from ddtree.models.weight_files import FLOAT_TYPES, Header, read_headers, weight_files
 
-_FLOAT_TYPES = ("BF16", "F16", "F32")
 _NAMES_SHOWN = 3  # of missing or unexpected tensors, in a message
 
 
@@ -83,14 +83,6 @@ class DraftCheckpoint:
                     f"{self.folder / 'config.json'}: expected {rule}, found {found}; "
                     "is this the drafter of that target?"
                 )
-
-
-@dataclass(frozen=True)
-class _Header:
-    """What a safetensors file says about a tensor without its values."""
-
-    shape: tuple[int, ...]
-    dtype: str
 
 
 def open_checkpoint(folder: Path) -> DraftCheckpoint:
@@ -166,10 +158,10 @@ def tensor_shapes(config: DraftConfig) -> dict[str, tuple[int, ...]]:
 
 def _check_tensors(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Path]:
     """Find every tensor's file from the files' headers and compare names, shapes and types."""
-    listed, files = _weight_files(folder)
+    listed, files = weight_files(folder)
     found: dict[str, Path] = {}
     for path in files:
-        for name, header in _read_headers(path).items():
+        for name, header in read_headers(path).items():
             found[name] = path
             _check_header(path, name, header, shapes)
     missing = sorted(shapes.keys() - found.keys())
@@ -182,16 +174,7 @@ def _check_tensors(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[
     return found
 
 
-def _read_headers(path: Path) -> dict[str, _Header]:
-    try:
-        with safe_open(path, framework="pt") as file:
-            parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118, not a mapping
-            return {name: _Header(tuple(part.get_shape()), part.get_dtype()) for name, part in parts.items()}
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path}: expected a safetensors file, found {error}") from error
-
-
-def _check_header(path: Path, name: str, header: _Header, shapes: Mapping[str, tuple[int, ...]]) -> None:
+def _check_header(path: Path, name: str, header: Header, shapes: Mapping[str, tuple[int, ...]]) -> None:
     if name not in shapes:
         raise CheckpointError(
             f"{path}: expected only a DFlash v1 draft's tensors, found {name} {list(header.shape)} as well"
@@ -200,24 +183,5 @@ def _check_header(path: Path, name: str, header: _Header, shapes: Mapping[str, t
         raise CheckpointError(
             f"{path}: expected {name} of shape {list(shapes[name])}, found {list(header.shape)}"
         )
-    if header.dtype not in _FLOAT_TYPES:
-        raise CheckpointError(f"{path}: expected {name} as one of {_FLOAT_TYPES}, found {header.dtype}")
-
-
-def _weight_files(folder: Path) -> tuple[Path, list[Path]]:
-    """Give the file that lists the tensors and the files that hold them."""
-    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
-    if not index.is_file():
-        if not single.is_file():
-            raise CheckpointError(f"{single}: expected the draft's weights or {index.name}, found neither")
-        return single, [single]
-    try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (ValueError, OSError, KeyError, AttributeError, TypeError) as error:
-        raise CheckpointError(f"{index}: expected JSON with a weight_map, found {error!r}") from error
-    for name in names:
-        if not (folder / name).is_file():
-            raise CheckpointError(
-                f"{folder / name}: expected a shard that {index.name} names, found no such file"
-            )
-    return index, [folder / name for name in names]
+    if header.dtype not in FLOAT_TYPES:
+        raise CheckpointError(f"{path}: expected {name} as one of {FLOAT_TYPES}, found {header.dtype}")

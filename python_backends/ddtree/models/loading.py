@@ -16,6 +16,8 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from ddtree.errors import CheckpointError
+from ddtree.models.target_config import check_target_config
+from ddtree.models.weight_files import FLOAT_TYPES, Header, read_headers
 
 _EMBEDDING_SUFFIX = "embed_tokens.weight"
 _HEAD_NAME = "lm_head.weight"
@@ -62,12 +64,17 @@ def read_target_config(folder: Path) -> PretrainedConfig:
         raise CheckpointError(
             f"target: {path} is not a configuration that transformers reads ({error})"
         ) from None
+    try:
+        check_target_config(config)
+    except CheckpointError as error:
+        raise CheckpointError(f"target: {path}: {error.args[0]}") from None
     return config
 
 
 def resolve_dtype(name: str, config: PretrainedConfig) -> torch.dtype:
     """Resolve `auto` to the checkpoint's own dtype (float32 when it does not say)."""
-    chosen = getattr(config, "dtype", None) or torch.float32 if name == "auto" else getattr(torch, name)
+    said = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
+    chosen = said or torch.float32 if name == "auto" else getattr(torch, name)
     return getattr(torch, chosen) if isinstance(chosen, str) else chosen
 
 
@@ -77,8 +84,8 @@ def load_target(folder: Path, *, dtype: torch.dtype, device: torch.device, atten
     Raises:
         CheckpointError: files are missing, truncated, or tensors are missing from them.
     """
-    read_target_config(folder)
-    _check_files(folder)
+    config = read_target_config(folder)
+    _check_files(folder, is_quantised=_is_quantised(config))
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
             folder,
@@ -88,7 +95,7 @@ def load_target(folder: Path, *, dtype: torch.dtype, device: torch.device, atten
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # they are reported below, by name; transformers only says that
         )
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
         reason = " ".join(str(error).split())[:400]
         raise CheckpointError(f"target: {folder} could not be loaded: {reason}") from None
     _check_report(folder, report)
@@ -114,7 +121,7 @@ def load_tables(folder: Path, *, dtype: torch.dtype, device: torch.device) -> Ta
         CheckpointError: the folder is no target checkpoint, or has no embedding.
     """
     config = read_target_config(folder)
-    files = _check_files(folder)
+    files = _check_files(folder, is_quantised=_is_quantised(config))
     embedding = head = None
     for path in files:
         with safe_open(path, framework="pt") as tensors:
@@ -133,8 +140,12 @@ def load_tables(folder: Path, *, dtype: torch.dtype, device: torch.device) -> Ta
     return TargetTables(embedding, embedding if head is None else head.to(device, dtype))
 
 
-def _check_files(folder: Path) -> list[Path]:
-    """Give the checkpoint's safetensors files; CheckpointError names the one that does not open."""
+def _is_quantised(config: PretrainedConfig) -> bool:
+    return getattr(config, "quantization_config", None) is not None
+
+
+def _check_files(folder: Path, *, is_quantised: bool) -> list[Path]:
+    """Give the checkpoint's safetensors files; CheckpointError names the one that is not as it should be."""
     files = sorted(folder.glob("*.safetensors"))
     index = folder / "model.safetensors.index.json"
     if index.is_file():
@@ -148,13 +159,18 @@ def _check_files(folder: Path) -> list[Path]:
         )
     for path in files:
         try:
-            with safe_open(path, framework="pt"):
-                pass
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"target: {path} is not a whole safetensors file ({error})") from None
+            headers = read_headers(path)
+        except CheckpointError as error:
+            raise CheckpointError(f"target: {error.args[0]}") from None
+        if not is_quantised:
+            _check_dtypes(headers)
     return files
 
 
-def context_length(config: Any) -> int:
-    """Most positions the target was made for."""
-    return int(config.get_text_config().max_position_embeddings)
+def _check_dtypes(headers: Mapping[str, Header]) -> None:
+    for name, header in headers.items():
+        if name.endswith(".weight") and header.dtype not in FLOAT_TYPES:
+            raise CheckpointError(
+                f"target: {header.path}: expected {name} as one of {FLOAT_TYPES}, found {header.dtype} "
+                "and no quantization_config in config.json; convert the weights or add their configuration"
+            )

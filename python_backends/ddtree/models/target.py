@@ -8,7 +8,7 @@ module knows nothing of sessions, trees or acceptance.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from ddtree.attention import sdpa
 from ddtree.attention.plan import StepPlan
 from ddtree.errors import CheckpointError
 from ddtree.kv_cache import CacheShape
-from ddtree.models import loading, packed
+from ddtree.models import loading, packed, target_config
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class TargetModel:
         self.config = model.config.get_text_config()
         self.taps = tuple(taps)
         self.vocab_size = int(self.config.vocab_size)
-        self.context_length = loading.context_length(model.config)
+        self.context_length = target_config.context_length(model.config)
         self._captured: dict[int, torch.Tensor] = {}
         layers = _decoder_layers(model)
         for layer in self.taps:
@@ -95,12 +95,8 @@ class TargetModel:
 
     def cache_shape(self, feature_size: int) -> CacheShape:
         """What the target stores per KV slot, with a projected feature of `feature_size` beside it."""
-        heads = int(self.config.num_attention_heads)
-        head_dim = getattr(self.config, "head_dim", None) or int(self.config.hidden_size) // heads
-        kv_heads = int(getattr(self.config, "num_key_value_heads", None) or heads)
-        return CacheShape(
-            int(self.config.num_hidden_layers), kv_heads, int(head_dim), feature_size, self.dtype
-        )
+        sizes = target_config.attention_sizes(self.config)
+        return replace(sizes, feature_size=feature_size, dtype=self.dtype)
 
     @torch.inference_mode()
     def forward(
