@@ -16,6 +16,7 @@ _LABEL_NAME = re.compile(r"^([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-A-Za
 _LABEL_VALUE = re.compile(r"^$|^[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?$")
 _SUBDOMAIN = re.compile(r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*$")
 _DNS_LABEL = re.compile(r"^[a-z]([-a-z0-9]{0,61}[a-z0-9])?$")
+_PORT_NAME = re.compile(r"^(?=.{1,15}$)[a-z0-9]+(-[a-z0-9]+)*$")
 _QUANTITY = re.compile(r"^[0-9]+(\.[0-9]+)?(m|k|M|G|T|P|Ki|Mi|Gi|Ti|Pi)?$")
 _VARIABLE = re.compile(r"^[-._a-zA-Z][-._a-zA-Z0-9]*$")
 _LABEL_NAMED = ("Service", "Job", "Pod", "StatefulSet")  # names that end up in DNS or in labels: 63 at most
@@ -102,6 +103,11 @@ def _pods(manifest: Manifest) -> Iterator[str]:
 
 
 def _container(container: Manifest, volumes: set[str]) -> Iterator[str]:
+    if not _DNS_LABEL.match(container["name"]):
+        yield f": {container['name']!r} is no name of a container"
+    for port in container.get("ports") or ():
+        if not _PORT_NAME.match(port.get("name", "p")):
+            yield f".ports: {port['name']!r} is no name of a port"
     mounts = container.get("volumeMounts") or ()
     yield from _repeated(".volumeMounts", (mount["mountPath"] for mount in mounts))
     for mount in mounts:

@@ -16,7 +16,7 @@ from typing import Any
 
 from tests.deploy.kube.admission import changes_refused, refusals
 from tests.deploy.kube.crd_schemas import load_crds
-from tests.deploy.kube.patches import merge, strategic_merge
+from tests.deploy.kube.patches import apply, merge, strategic_merge
 from tests.deploy.kube.schemas import Schemas
 
 Manifest = dict[str, Any]
@@ -38,13 +38,14 @@ class ResourceType:
         return f"{self.group}/{self.version}".lstrip("/")
 
 
-@dataclass(frozen=True)
 class ApiError(Exception):
     """A refusal, as an HTTP status and Kubernetes' word for it."""
 
-    status: int
-    reason: str
-    message: str
+    def __init__(self, status: int, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+        self.reason = reason
+        self.message = message
 
 
 _BUILT_IN = (
@@ -87,6 +88,7 @@ class Cluster:
         self._schemas = schemas
         self._lock = threading.RLock()
         self._objects: dict[tuple[str, str, str], Manifest] = {}
+        self._applied: dict[tuple[str, str, str], Manifest] = {}  # what Helm 4 sent last
         self._clock = 100
         for name in namespaces:
             self.create(self.types[0], "", {"metadata": {"name": name}})
@@ -137,15 +139,18 @@ class Cluster:
     ) -> Manifest:
         """Change an object. `form` is the media type: merge-patch, strategic-merge-patch or apply-patch.
 
-        A server-side apply replaces what is there, as no two managers share an object here.
         Raises ApiError: 404, 415, 422.
         """
         with self._lock:
             if "apply-patch" in form:
                 current = self._objects.get((kind.plural, namespace, name))
                 if current is None:
+                    self._applied[kind.plural, namespace, name] = copy.deepcopy(patch)
                     return self.create(kind, namespace, patch, dry_run=dry_run)
-                return self._store(kind, namespace, patch, current, dry_run=dry_run)
+                changed = apply(current, self._applied.get((kind.plural, namespace, name)), patch)
+                if not dry_run:
+                    self._applied[kind.plural, namespace, name] = copy.deepcopy(patch)
+                return self._store(kind, namespace, changed, current, dry_run=dry_run)
             current = self.get(kind, namespace, name)
             if "strategic-merge-patch" in form:
                 schema = self._schemas.schema(kind.api_version, kind.kind)
@@ -185,6 +190,8 @@ class Cluster:
         metadata["generation"] = before.get("generation", 0) + is_changed
         if namespace:
             metadata["namespace"] = namespace
+        if kind.kind in ("Deployment", "LeaderWorkerSet"):
+            stored["spec"].setdefault("replicas", 1)
         if kind.kind == "Service":
             address = (current or {}).get("spec", {}).get("clusterIP") or f"10.96.0.{self._clock % 250 + 1}"
             stored["spec"].setdefault("clusterIP", address)

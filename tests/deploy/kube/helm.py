@@ -30,11 +30,12 @@ _TIMEOUT_S = 120
 Manifest = dict[str, Any]
 
 
-@dataclass(frozen=True)
 class HelmError(Exception):
     """helm ended with an error."""
 
-    message: str
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.message = message
 
 
 def run(binary: Path, *arguments: str, env: Mapping[str, str] | None = None) -> str:
@@ -64,7 +65,7 @@ class Rendering:
     chart: Path = CHART
 
     def text(self) -> str:
-        """helm's output. Raises HelmError."""
+        """What it prints. Raises HelmError."""
         return _render(self)
 
     def manifests(self) -> list[Manifest]:
@@ -72,7 +73,7 @@ class Rendering:
         return copy.deepcopy(_parse(self))
 
     def only(self, kind: str, suffix: str = "") -> Manifest:
-        """The one object of a kind whose name ends so. Raises AssertionError when there is not exactly one."""
+        """The one object of a kind whose name ends so. Raises AssertionError unless there is one."""
         found = [
             each
             for each in self.manifests()

@@ -27,6 +27,24 @@ def merge(current: Any, patch: Any) -> Any:
     return result
 
 
+def apply(current: Any, before: Any, wanted: Mapping[str, Any]) -> Any:
+    """Server-side apply by one manager: what it set before and wants no more goes, what others set stays.
+
+    Lists are replaced whole, as nobody else adds to them here.
+    """
+    return merge(current, _with_removals(before, wanted))
+
+
+def _with_removals(before: Any, wanted: Mapping[str, Any]) -> dict[str, Any]:
+    patch: dict[str, Any] = dict(wanted)
+    for key, value in (before if isinstance(before, Mapping) else {}).items():
+        if key not in wanted:
+            patch[key] = None
+        elif isinstance(value, Mapping) and isinstance(wanted[key], Mapping):
+            patch[key] = _with_removals(value, wanted[key])
+    return patch
+
+
 def strategic_merge(current: Any, patch: Mapping[str, Any], schema: Node, resolve: Resolve) -> Any:
     """Merge by the schema's keys.
 
