@@ -61,7 +61,7 @@ def test_every_part_of_the_place_counts(other: tuple[int, int, int]) -> None:
 
 
 def test_it_is_standard_gumbel() -> None:
-    """Kolmogorov and Smirnov's distance of a million values; 1.95 / sqrt(n) is the one-in-a-thousand bound."""
+    """Kolmogorov and Smirnov's distance of a million values; 1.95 / √n is the bound of one in a thousand."""
     values = noise([(seed, 0, position) for seed in range(50) for position in range(20)], 1000).flatten()
     ordered = values.double().sort().values
     law = torch.exp(-torch.exp(-ordered))
