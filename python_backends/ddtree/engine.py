@@ -232,7 +232,7 @@ class Engine:
             elif live.recoveries == _MAX_RECOVERIES:
                 raise Unavailable(f"the verifier lost the session {_MAX_RECOVERIES + 1} times; retry later")
             else:
-                _LOG.warning("the verifier lost a session, opening it again", extra=live.log_fields)
+                _LOG.warning("a session was lost by the verifier, opening it again", extra=live.log_fields)
                 live.reopen()
                 self._observe(events.SessionLost(live, TARGET_VERIFIER))
         except DDTreeError as error:

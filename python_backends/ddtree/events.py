@@ -19,19 +19,18 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 
-Outcome = Literal["completed", "cancelled", "invalid", "overloaded", "unavailable", "failed"]
+Outcome = Literal["completed", "cancelled", "invalid", "overloaded", "unavailable", "failed", "stop_order"]
 CancelCause = Literal["client_gone", "stop_request", "shutdown"]
 FallbackReason = Literal["drafter_full", "drafter_lost", "not_paying"]
 
 
 @dataclass(eq=False)
 class RequestWatch:
-    """One request as listeners see it; its rows are sequences. Listeners may keep it as a key."""
+    """One request as listeners see it; each of its rows is a sequence. Listeners may keep it as a key."""
 
     request_id: str = ""
     trace_context: Mapping[str, str] = field(default_factory=dict)  # W3C headers, from whoever called
     arrived_s: float = field(default_factory=time.perf_counter)
-    rows: list[Live] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -48,6 +47,7 @@ class RequestEnded:
     request: RequestWatch
     outcome: Outcome
     cause: CancelCause | None = None  # of the outcome `cancelled`
+    error: str = ""  # what the caller was told, unless it may quote the caller
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,13 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
+from ddtree import logs
 from ddtree.config import ServingConfig
 from ddtree.engine import Engine
 from ddtree.errors import DDTreeError, InvalidArgument
+from ddtree.events import Observe, Outcome, RequestArrived, RequestEnded, RequestWatch, ignore
 from ddtree.grammar import GrammarCompiler
 from ddtree.limits import Limits
 from ddtree.params import GenerationParams, validate
@@ -28,6 +30,7 @@ from ddtree.stages.base import Stages
 from ddtree.stages.bls import BlsStages
 from ddtree.text import TextCodec
 from ddtree.triton_io.bls_call import call_stage
+from ddtree.triton_io.observability import Observability
 from ddtree.triton_io.requests import parse
 from ddtree.triton_io.responses import Answer, stop_outputs
 from ddtree.triton_io.tensors import ResponseChannel, read_inputs
@@ -36,6 +39,12 @@ _LOG = logging.getLogger(__name__)
 # BLS calls wait in asyncio's default executor, which has only six threads on two cores.
 _EXECUTOR_THREADS = 32
 _LOOP_END_S = 5.0
+_OUTCOMES: Final[Mapping[str, Outcome]] = {
+    "INVALID_ARGUMENT": "invalid",
+    "RESOURCE_EXHAUSTED": "overloaded",
+    "UNAVAILABLE": "unavailable",
+    "CANCELLED": "cancelled",
+}
 _SHORT_PROMPT_BYTES = 4096  # tokenised in less time than it takes to ask another thread
 
 
@@ -51,8 +60,10 @@ class DecodeEngine(Protocol):
         """Reach the stages."""
         ...
 
-    async def generate(self, params: GenerationParams, sink: Sink) -> None:
-        """Run one sequence to its end."""
+    async def generate(
+        self, params: GenerationParams, sink: Sink, request: RequestWatch | None = None
+    ) -> None:
+        """Run one sequence, of a request, to its end."""
         ...
 
     async def stop(self) -> None:
@@ -63,9 +74,13 @@ class DecodeEngine(Protocol):
 class Orchestrator:
     """Answers requests with an engine."""
 
-    def __init__(self, engine: DecodeEngine, text: TextCodec) -> None:
+    def __init__(
+        self, engine: DecodeEngine, text: TextCodec, observability: Observability | None = None
+    ) -> None:
         self._engine = engine
         self._text = text
+        self._observability = observability
+        self._observe: Observe = observability.observe if observability else ignore
         self._loop: asyncio.AbstractEventLoop | None = None
         self._starting = asyncio.Lock()
         self._is_started = False
@@ -79,6 +94,8 @@ class Orchestrator:
             self._loop.set_default_executor(
                 ThreadPoolExecutor(_EXECUTOR_THREADS, thread_name_prefix="ddtree")
             )
+            if self._observability is not None:
+                self._observability.start()
         await asyncio.gather(*(self._answer(request) for request in requests))
 
     def close(self) -> None:
@@ -91,11 +108,19 @@ class Orchestrator:
         while self._loop.is_running() and time.monotonic() < deadline:
             time.sleep(0.005)
         if not self._loop.is_running():
-            self._loop.run_until_complete(self._engine.stop())
+            self._loop.run_until_complete(self._stop_all())
+
+    async def _stop_all(self) -> None:
+        if self._observability is not None:
+            await self._observability.stop()
+        await self._engine.stop()
 
     async def _answer(self, request: Any) -> None:
         channel = ResponseChannel(request)
         answer = Answer(channel, frozenset(request.requested_output_names()))
+        watch = self._observability.watch(request) if self._observability else RequestWatch()
+        self._observe(RequestArrived(watch))
+        ended = RequestEnded(watch, "completed")
         request_id = request.request_id()
         try:
             # Before the first await: the input tensors' memory is Triton's.
@@ -103,18 +128,26 @@ class Orchestrator:
             if parsed.is_stop:
                 self._stop(request_id)
                 channel.send(stop_outputs(), is_final=True)
+                ended = RequestEnded(watch, "stop_order")
             else:
-                await self._generate(request_id, parsed.rows, answer)
+                await self._generate(request_id, parsed.rows, answer, watch)
+                if answer.cancelled_by:
+                    ended = RequestEnded(watch, "cancelled", answer.cancelled_by)
         except DDTreeError as error:
             answer.fail(error)
+            ended = _ended_by(error, watch)
         except Exception:  # noqa: BLE001 - a caller must get an answer
-            _LOG.exception("request %r failed", request_id)
+            _LOG.exception("a request failed", extra={"request_id": request_id})
             name = f"request {request_id!r}" if request_id else "this request"
             answer.fail(DDTreeError(f"the server failed on {name}; its log says why"))
+            ended = RequestEnded(watch, "failed")
         finally:
             channel.close()
+            self._observe(ended)
 
-    async def _generate(self, request_id: str, rows: Sequence[RawRequest], answer: Answer) -> None:
+    async def _generate(
+        self, request_id: str, rows: Sequence[RawRequest], answer: Answer, watch: RequestWatch
+    ) -> None:
         self._live[request_id].add(answer)
         try:
             await self._start()
@@ -126,7 +159,7 @@ class Orchestrator:
                 for each in validated.sequences()
             ]
             # After the first error the answer is over, and the others end because nobody waits for them.
-            await asyncio.gather(*(self._engine.generate(each, sink) for each, sink in sequences))
+            await asyncio.gather(*(self._engine.generate(each, sink, watch) for each, sink in sequences))
         finally:
             self._live[request_id].discard(answer)
             if not self._live[request_id]:
@@ -161,14 +194,37 @@ class Orchestrator:
             raise InvalidArgument(f"{prefix}{error.args[0]}") from error
 
 
+def _ended_by(error: DDTreeError, watch: RequestWatch) -> RequestEnded:
+    outcome = _OUTCOMES.get(error.code, "failed")
+    if outcome == "cancelled":
+        return RequestEnded(watch, outcome, "shutdown")  # the only reason for the engine to cancel by itself
+    return RequestEnded(watch, outcome, error="" if isinstance(error, InvalidArgument) else str(error))
+
+
 class TritonPythonModel:
     """Triton's interface."""
 
     def initialize(self, args: Mapping[str, str]) -> None:
         """Load what this process needs; an error here stops the server with its message."""
+        logs.configure(args["model_name"])
         config = ServingConfig.from_triton(json.loads(args["model_config"]))
         text = TextCodec.from_folder(config.target)
-        self._orchestrator = Orchestrator(_build_engine(config, text), text)
+        observability = Observability(args["model_name"], config)
+        stages = self._load_stages(config, observability.observe)
+        scheduler = Scheduler(
+            max_sequences=config.max_sequences,
+            max_waiting=config.max_waiting,
+            prefill_chunk=config.prefill_chunk,
+        )
+        engine = Engine(
+            stages,
+            text,
+            scheduler=scheduler,
+            feed_chunk=config.prefill_chunk,
+            observe=observability.observe,
+        )
+        observability.attach(stages, lambda: engine.is_idle)
+        self._orchestrator = Orchestrator(engine, text, observability)
 
     async def execute(self, requests: Sequence[Any]) -> None:
         """Answer requests; Triton runs this in the background, so that many overlap."""
@@ -178,15 +234,12 @@ class TritonPythonModel:
         """End what runs."""
         self._orchestrator.close()
 
-
-def _build_engine(config: ServingConfig, text: TextCodec) -> Engine:
-    stages: Stages = BlsStages(call_stage)
-    if config.topology == "in_process":
+    def _load_stages(self, config: ServingConfig, observe: Observe) -> Stages:
+        if config.topology == "bls":
+            return BlsStages(call_stage, observe)
         # Only here: the models' modules have no business in a process that only calls stages.
         from ddtree.assembly import load_in_process
 
         stages = load_in_process(config)
-    scheduler = Scheduler(
-        max_sequences=config.max_sequences, max_waiting=config.max_waiting, prefill_chunk=config.prefill_chunk
-    )
-    return Engine(stages, text, scheduler=scheduler, feed_chunk=config.prefill_chunk)
+        stages.observe = observe
+        return stages

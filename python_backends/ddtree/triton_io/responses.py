@@ -12,6 +12,7 @@ from typing import Any, Final, Protocol
 import numpy as np
 
 from ddtree.errors import DDTreeError
+from ddtree.events import CancelCause
 from ddtree.log_probs import TokenLogProbs
 from ddtree.params import GenerationParams
 from ddtree.sampling_spec import NO_LOG_PROBS
@@ -45,6 +46,7 @@ class Answer:
         self._wanted = wanted
         self._open_rows = 0
         self._is_stopped = False
+        self._has_cancelled_row = False
         self._is_over = False
 
     def open_row(self, row: int, params: GenerationParams, prompt_text: Callable[[], str]) -> RowSink:
@@ -61,6 +63,17 @@ class Answer:
     def stop(self) -> None:
         """Let all rows end as cancelled, since another request asked for it."""
         self._is_stopped = True
+
+    @property
+    def cancelled_by(self) -> CancelCause | None:
+        """Why a row ended before its answer did; None when all rows came to their end."""
+        if not self._has_cancelled_row:
+            return None
+        return "stop_request" if self._is_stopped else "client_gone"
+
+    def note_cancelled(self) -> None:
+        """Note that a row ended because nobody waits for it."""
+        self._has_cancelled_row = True
 
     def fail(self, error: DDTreeError) -> None:
         """End the whole request with an error, unless it is over."""
@@ -99,6 +112,8 @@ class RowSink:
 
     def emit(self, delta: Delta, stats: Stats) -> None:
         """Send a delta, or keep it until the last one when the caller wants a single response."""
+        if delta.finish_reason == _CANCELLED:
+            self._answer.note_cancelled()
         self._texts.append(delta.text)
         self._ids += delta.token_ids
         self._log_probs += delta.log_probs

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 import triton_python_backend_utils as pb_utils
 
-from ddtree import assembly
+from ddtree import assembly, logs
 from ddtree.config import ServingConfig
 from ddtree.errors import DDTreeError
 from ddtree.tree import build_trees
@@ -34,6 +34,7 @@ class _StageModel(ABC):
 
     def initialize(self, args: Mapping[str, str]) -> None:
         """Load the stage; an error here stops the server with its message."""
+        logs.configure(args["model_name"])
         self._operations = self._load(json.loads(args["model_config"]))
 
     def execute(self, requests: list[Any]) -> list[Any]:
@@ -45,6 +46,7 @@ class _StageModel(ABC):
         """Load the stage and give its operations by name."""
 
     def _answer(self, request: Any) -> Any:
+        name = ""
         try:
             arrays = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
             name = bytes(arrays.pop("op")[0]).decode()
@@ -61,7 +63,7 @@ class _StageModel(ABC):
             message = f"INVALID_ARGUMENT: no operation or input {error}; operations are {known}"
             return pb_utils.InferenceResponse(error=pb_utils.TritonError(message))
         except Exception as error:  # noqa: BLE001 - the stage outlives a call that failed
-            _LOG.exception("a call failed")
+            _LOG.exception("a call failed: %s", error, extra={"operation": name})
             return pb_utils.InferenceResponse(error=pb_utils.TritonError(f"INTERNAL: {error}"))
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from ddtree.config import ServingConfig
 from ddtree.errors import Unavailable
+from ddtree.events import RequestWatch
 from ddtree.limits import Limits
 from ddtree.params import GenerationParams
 from ddtree.scheduler import Sink
@@ -40,8 +41,11 @@ class EchoEngine:
     async def start(self) -> None:
         """Nothing to reach."""
 
-    async def generate(self, params: GenerationParams, sink: Sink) -> None:
+    async def generate(
+        self, params: GenerationParams, sink: Sink, request: RequestWatch | None = None
+    ) -> None:
         """Repeat the prompt."""
+        del request
         self._live += 1
         self._ended["most at once"] = max(self._ended["most at once"], self._live)
         try:

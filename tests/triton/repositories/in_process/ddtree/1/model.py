@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -19,12 +19,9 @@ import triton_python_backend_utils as pb_utils
 
 from ddtree import assembly
 from ddtree.config import ServingConfig
-from ddtree.engine import Engine
-from ddtree.events import RoundRecord, rounds_only
+from ddtree.events import Event, Listeners, Observe, StageCalled
 from ddtree.models.draft_checkpoint import draft_hash, open_checkpoint
-from ddtree.scheduler import Scheduler
 from ddtree.stages.in_process import InProcessStages
-from ddtree.text import TextCodec
 from ddtree.triton_io import orchestrator
 
 _ORDER = b"stages:"
@@ -33,23 +30,12 @@ _ORDER = b"stages:"
 class TritonPythonModel(orchestrator.TritonPythonModel):
     """The real model but for the drafter, and for orders."""
 
-    def initialize(self, args: Mapping[str, str]) -> None:
-        config = ServingConfig.from_triton(json.loads(args["model_config"]))
-        text = TextCodec.from_folder(config.target)
+    def _load_stages(self, config: ServingConfig, observe: Observe) -> InProcessStages:
         self._verifier = assembly.load_verifier(config)
         self._oracle = _load_oracle(config)
-        scheduler = Scheduler(
-            max_sequences=config.max_sequences,
-            max_waiting=config.max_waiting,
-            prefill_chunk=config.prefill_chunk,
-        )
-        self._stages = InProcessStages(self._verifier, self._oracle)
         self._rounds = 0
-        engine = Engine(
-            self._stages, text, scheduler=scheduler, feed_chunk=config.prefill_chunk,
-            observe=rounds_only(self._count_round),
-        )
-        self._orchestrator = orchestrator.Orchestrator(engine, text)
+        self._stages = InProcessStages(self._verifier, self._oracle, Listeners([observe, self._count_round]))
+        return self._stages
 
     async def execute(self, requests: Sequence[Any]) -> None:
         real = []
@@ -65,8 +51,8 @@ class TritonPythonModel(orchestrator.TritonPythonModel):
                 request.get_response_sender().send(response, pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
         await super().execute(real)
 
-    def _count_round(self, _: RoundRecord) -> None:
-        self._rounds += 1
+    def _count_round(self, event: Event) -> None:
+        self._rounds += isinstance(event, StageCalled) and event.operation == "build_tree"
 
     def _obey(self, order: list[str]) -> str:
         match order:
@@ -79,7 +65,9 @@ class TritonPythonModel(orchestrator.TritonPythonModel):
             case _:
                 assert order == ["describe"], order
         self._verifier.check_integrity()
-        return json.dumps([asdict(self._verifier.usage()), asdict(self._oracle.usage()), {"rounds": self._rounds}])
+        return json.dumps(
+            [asdict(self._verifier.usage()), asdict(self._oracle.usage()), {"rounds": self._rounds}]
+        )
 
 
 def _order_of(request: Any) -> str | None:
