@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 _PACKAGES = ("torch", "transformers", "numpy", "nvidia-pytriton", "tritonclient")
+_OPENMP = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "GOMP_CPU_AFFINITY", "OMP_PROC_BIND")
 
 
 def cores() -> int:
@@ -29,6 +30,8 @@ def describe_machine() -> dict[str, Any]:
         **{name: importlib.metadata.version(name) for name in _PACKAGES},
         # Above a few tenths somebody else was computing: such a result says little.
         "load_average_at_start": round(os.getloadavg()[0], 2),
+        # Decides how long threads that wait for one another burn a core: it can halve or double every number.
+        "openmp": {name: os.environ[name] for name in _OPENMP if name in os.environ},
         "date": datetime.now(tz=timezone.utc).isoformat(timespec="seconds"),
     }
 

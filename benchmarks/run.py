@@ -210,8 +210,8 @@ _COUNT = click.IntRange(min=1)
 @click.option(
     "--served-repeats",
     type=_COUNT,
-    default=2,
-    help="In how many of them the models behind a server take part.",
+    default=1,
+    help="In how many of them the models behind a server take part (each costs about three minutes).",
 )
 @click.option("--threads", type=_COUNT, default=cores, help="CPU threads of each.  [default: all cores]")
 @click.option("--dtype", type=click.Choice(["bfloat16", "float32"]), default="bfloat16")
