@@ -32,7 +32,10 @@ def make_verifier(folder: Path, *, kv_cache_bytes: int = 1 << 22, max_nodes: int
     target = TargetModel.load(folder, dtype="float32", device=CPU, taps=TAPS)
     projection = nn.Linear(len(TAPS) * HIDDEN, HIDDEN, bias=False).requires_grad_(False)
     limits = VerifierLimits(kv_cache_bytes, page_size=16, max_nodes=max_nodes, session_ttl_s=600)
-    return TargetVerifier(target, projection, limits, draft_hash="tiny", feature_size=HIDDEN)
+    grammars = TextCodec.from_folder(folder).grammars(target.vocab_size)
+    return TargetVerifier(
+        target, projection, limits, draft_hash="tiny", feature_size=HIDDEN, grammars=grammars
+    )
 
 
 def make_oracle(folder: Path, *, noise: float, seed: int = 0) -> OracleDrafter:
@@ -54,9 +57,7 @@ async def running_engine(
     """An engine over both stages; afterwards every session and page must have been given back."""
     scheduler = Scheduler(max_sequences=max_sequences, max_waiting=max_waiting, prefill_chunk=prefill_chunk)
     stages = InProcessStages(verifier, drafter, observe)
-    engine = Engine(
-        stages, TextCodec.from_folder(folder), scheduler=scheduler, feed_chunk=8, observe=observe
-    )
+    engine = Engine(stages, TextCodec.from_folder(folder), scheduler=scheduler, feed_chunk=8, observe=observe)
     await engine.start()
     try:
         yield engine

@@ -24,7 +24,7 @@ from tests.fakes.tiny_models import EOS_ID, make_target
 from tests.oracles.sampled_decoding import SampledReference
 
 MODES: list[tuple[DraftMode, int]] = [
-    ("tree", 40), ("tree", 3), ("tree", AUTO_BUDGET), ("chain", AUTO_BUDGET), ("off", AUTO_BUDGET),
+    ("tree", 40), ("tree", 3), ("tree", AUTO_BUDGET), ("chain", 6), ("off", AUTO_BUDGET),
 ]  # fmt: skip
 STOPS = frozenset({EOS_ID})
 LARGE_SEED = 2**64 - 5
