@@ -12,6 +12,7 @@ from ddtree.models import loading
 from ddtree.models.dflash import DFlashDraft, FeatureProjection
 from ddtree.models.draft_checkpoint import DraftCheckpoint, draft_hash, open_checkpoint
 from ddtree.models.packed import can_pack, pack, packed_linear
+from ddtree.models.pairing import pair_checks, refuse_failures
 from ddtree.models.probe import check_trees_work
 from ddtree.models.target import TargetModel
 from ddtree.stages.in_process import InProcessStages
@@ -28,7 +29,8 @@ def load_verifier(config: ServingConfig) -> TargetVerifier:
     Raises:
         CheckpointError: target or draft cannot be used, or do not fit each other.
     """
-    return _build_verifier(config, _load_target(config))
+    draft = _open_draft(config)
+    return _build_verifier(config, draft, _load_target(config, draft))
 
 
 def load_drafter(config: ServingConfig) -> Drafter:
@@ -50,22 +52,22 @@ def load_in_process(config: ServingConfig) -> InProcessStages:
     Raises:
         CheckpointError: target or draft cannot be used, or do not fit each other.
     """
-    target = _load_target(config)
-    drafter = _build_drafter(config, _open_draft(config), target.embedding, target.head)
-    return InProcessStages(_build_verifier(config, target), drafter)
+    draft = _open_draft(config)
+    target = _load_target(config, draft)
+    drafter = _build_drafter(config, draft, target.embedding, target.head)
+    return InProcessStages(_build_verifier(config, draft, target), drafter)
 
 
-def _load_target(config: ServingConfig) -> TargetModel:
+def _load_target(config: ServingConfig, draft: DraftCheckpoint) -> TargetModel:
     _set_threads(config)
-    taps = _open_draft(config).config.target_layer_ids
+    taps = draft.config.target_layer_ids
     device = loading.choose_device(config.device)
     target = TargetModel.load(config.target, dtype=config.dtype, device=device, taps=taps)
     check_trees_work(target)
     return target
 
 
-def _build_verifier(config: ServingConfig, target: TargetModel) -> TargetVerifier:
-    draft = _open_draft(config)
+def _build_verifier(config: ServingConfig, draft: DraftCheckpoint, target: TargetModel) -> TargetVerifier:
     projection = FeatureProjection.load(draft, dtype=target.dtype, device=target.device).requires_grad_(False)
     if can_pack(target.device, target.dtype):
         pack(projection)
@@ -92,9 +94,13 @@ def _build_verifier(config: ServingConfig, target: TargetModel) -> TargetVerifie
 def _build_drafter(
     config: ServingConfig, draft: DraftCheckpoint, embedding: torch.Tensor, head: torch.nn.Module
 ) -> Drafter:
+    draft.check_embedding(embedding)
     model = DFlashDraft.load(draft, embedding.dtype, embedding.device).requires_grad_(False)
     if can_pack(embedding.device, embedding.dtype):
         pack(model)
+    own_head = draft.load_head(embedding.dtype, embedding.device)
+    if own_head is not None:  # never the target's: it was trained over other tokens
+        head = packed_linear(own_head.weight)
     drafter = Drafter(
         model,
         DrafterLimits(
@@ -105,6 +111,7 @@ def _build_drafter(
         embedding=embedding,
         head=head,
         draft_hash=draft_hash(config.draft),
+        target_ids=None if own_head is None else own_head.target_ids,
     )
     drafter.measure_cost(repeats=10)
     _LOG.info("drafter loaded from %s", config.draft)
@@ -113,7 +120,10 @@ def _build_drafter(
 
 def _open_draft(config: ServingConfig) -> DraftCheckpoint:
     draft = open_checkpoint(config.draft)
-    draft.check_against_target(loading.read_target_config(config.target))
+    checks = pair_checks(draft.config, loading.read_target_config(config.target))
+    path = config.draft / "config.json"
+    for warning in refuse_failures(checks, path):
+        _LOG.warning("%s", warning.message(path))
     return draft
 
 

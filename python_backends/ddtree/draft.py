@@ -32,6 +32,13 @@ class DrafterLimits:
     session_ttl_s: float
 
 
+@dataclass(frozen=True)
+class _Drafted:
+    ids: torch.Tensor  # [S, D, K]
+    log_probs: torch.Tensor  # [S, D, K] float32
+    edge_log_probs: torch.Tensor | None  # [S, D, K, K] float32, see `DraftResult`
+
+
 class Drafter:
     """The DFlash drafter with its sessions. One call at a time.
 
@@ -47,6 +54,7 @@ class Drafter:
         embedding: torch.Tensor,
         head: nn.Module,
         draft_hash: str,
+        target_ids: torch.Tensor | None = None,
     ) -> None:
         """Allocate the context cache.
 
@@ -54,13 +62,15 @@ class Drafter:
             model: the drafter's layers, on the device and in the dtype of `embedding`.
             limits: sizes.
             embedding: the target's token embedding `[V, H]`.
-            head: the target's output head, `[n, H]` to `[n, V]`.
+            head: the output head, `[n, H]` to `[n, V]`: the target's, or the draft's own over fewer tokens.
             draft_hash: hash of the draft checkpoint.
+            target_ids: `[V]` int64 when the head is the draft's own, the token that each of its outputs is.
         """
         self._model = model
         self._config: DraftConfig = model.config
         self._embedding = embedding
         self._head = head
+        self._target_ids = target_ids
         self._draft_hash = draft_hash
         self._device = embedding.device
         self.feature_dtype = embedding.dtype
@@ -88,7 +98,7 @@ class Drafter:
         depth = self._config.block_size - 1
 
         def step(_: int) -> None:
-            self._candidates([session], root, depth, _COST_WIDTH)
+            self._candidates([session], root, depth, self._width(_COST_WIDTH))
 
         with torch.inference_mode():
             self._cost_ms = measure(step, (1,), repeats).ms[0]
@@ -120,17 +130,23 @@ class Drafter:
         live = [index for index, session in enumerate(found) if session is not None]
         sessions = [session for session in found if session is not None]
         depth = min(request.depth, self._config.block_size - 1)
-        width = min(request.width, self._embedding.shape[0])
+        width = self._width(request.width)
         top_ids = torch.zeros((len(found), depth, width), dtype=torch.int32)
         top_log_probs = torch.full((len(found), depth, width), -torch.inf)
+        edges = torch.zeros((len(found), depth, width, width)) if self._model.candidate_selector else None
         if sessions:
             self._extend(request, found)
         if sessions and depth > 0:
             places = torch.tensor(live)
             roots = request.root_tokens[places].to(self._device).long()
-            ids, log_probs = self._candidates(sessions, roots, depth, width)
-            top_ids[places], top_log_probs[places] = ids.int().cpu(), log_probs.cpu()
-        return DraftResult(status, top_ids, top_log_probs)
+            drafted = self._candidates(sessions, roots, depth, width)
+            top_ids[places] = drafted.ids.int().cpu()
+            top_log_probs[places] = drafted.log_probs.cpu()
+            if edges is not None and drafted.edge_log_probs is not None:
+                edges[places] = drafted.edge_log_probs.cpu()
+        if edges is None:
+            return DraftResult(status, top_ids, top_log_probs)
+        return DraftResult(status, top_ids, top_log_probs, edges)
 
     def check_integrity(self) -> None:
         """Assert that pages and sessions agree."""
@@ -166,10 +182,17 @@ class Drafter:
             keys, values = self._model.context_kv(features, torch.cat(positions))
             self.pool.write_layers(torch.cat(slots), keys, values)
 
+    def _width(self, wanted: int) -> int:
+        """Candidates per position. A selector is made for a number of its own, whatever a tree can use."""
+        if self._model.candidate_selector is not None:
+            return self._model.candidate_selector.top_k
+        choices = self._embedding.shape[0] if self._target_ids is None else len(self._target_ids)
+        return min(wanted, choices)
+
     def _candidates(
         self, sessions: Sequence[Session], roots: torch.Tensor, depth: int, width: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Ids and log-probabilities `[S, depth, width]` of the best candidates, best first.
+    ) -> _Drafted:
+        """The best candidates of each position, best first.
 
         The block always has the trained width: fewer masks would change every proposal of a non-causal
         drafter. Only the rows that are wanted go through the output head.
@@ -188,4 +211,8 @@ class Drafter:
         hidden = self._model(embeds.to(self.feature_dtype), positions, read_context)[:, 1 : depth + 1]
         logits = self._model.finish_logits(self._head(hidden)).float()
         top, ids = logits.topk(width, dim=-1)
-        return ids, top - logits.logsumexp(dim=-1, keepdim=True)
+        if self._target_ids is not None:
+            ids = self._target_ids[ids]
+        selector = self._model.candidate_selector
+        edges = None if selector is None else selector.edge_log_probs(hidden, ids, top, roots)
+        return _Drafted(ids, top - logits.logsumexp(dim=-1, keepdim=True), edges)

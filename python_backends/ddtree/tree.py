@@ -6,6 +6,10 @@ of accepted tokens of all trees with `N` nodes (DDTree, arXiv 2604.12989, sectio
 one: a node enters it when its parent or its better sibling leaves it, so nothing is scored that is not at the
 edge of the tree.
 
+A drafter that scores a token given its parent (DFlash 2) changes which candidates follow a node and in which
+order, not the search: every node's children are still looked at best first, and none is more probable than
+its parent. What cannot be said then is how few candidates suffice: a poor one may follow its parent best.
+
 This module does not know who drafted, who verifies, or what a verified row costs: `budget` decides how many
 nodes pay when a request leaves that open.
 """
@@ -15,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from heapq import heappop, heappush
 from math import inf
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -24,6 +29,8 @@ from ddtree import budget
 from ddtree.errors import InvalidArgument
 from ddtree.types import AUTO_BUDGET, TreeBatch, TreeRequest
 
+_Value = TypeVar("_Value")
+_Table = list[list[list[_Value]]]  # [position][parent][rank]
 _AUTO_STEP = 64  # nodes grown between two looks at whether growing on can still pay
 
 
@@ -33,7 +40,7 @@ def useful_width(nodes: int, depth_count: int) -> int:
     A node with candidate ranks r_1..r_d (0 = best) is no more probable than any node whose ranks are
     component-wise at most its own, nor than the prefixes of those, so it can be among the best `nodes` only
     if Σ_{j≤d} Π_{i≤j} (r_i + 1) ≤ nodes. Position d therefore needs at most nodes - d + 1 candidates, and
-    position 1 the most of all `depth_count` positions.
+    position 1 the most of all `depth_count` positions. With edges there is no such bound.
     """
     return nodes if depth_count > 0 else 0
 
@@ -59,14 +66,14 @@ def build_trees(request: TreeRequest) -> TreeBatch:
         int32 tensors on the CPU, as wide as the largest tree.
 
     Raises:
-        InvalidArgument: a budget below -1, or an automatic one without round costs.
+        InvalidArgument: a budget below -1, an automatic one without round costs, or edges of another shape.
     """
     budgets: list[int] = request.budgets.tolist()
     _check(request, budgets)
-    log_probs: list[list[list[float]]] = request.top_log_probs.tolist()
+    width = request.top_ids.shape[2]
     trees = [
-        _Tree(rows, width=1 if chain else len(rows[0]) if rows else 0)
-        for rows, chain in zip(log_probs, request.is_chain.tolist(), strict=True)
+        _Tree(children, order, width=1 if chain else width)
+        for (children, order), chain in zip(_tables(request), request.is_chain.tolist(), strict=True)
     ]
     fixed = [index for index, nodes in enumerate(budgets) if nodes != AUTO_BUDGET]
     automatic = [index for index, nodes in enumerate(budgets) if nodes == AUTO_BUDGET]
@@ -88,27 +95,49 @@ def _check(request: TreeRequest, budgets: list[int]) -> None:
         raise InvalidArgument.of(
             "round_cost_ms", f"must not be empty with a budget of {AUTO_BUDGET}", [], "give measured costs"
         )
+    size, depth, width = request.top_ids.shape
+    edges, wanted = tuple(request.edge_log_probs.shape), (size, depth, width, width)
+    if request.edge_log_probs.numel() and edges != wanted:
+        raise InvalidArgument.of(
+            "edge_log_probs", f"must have the shape {list(wanted)}", list(edges), "or no elements"
+        )
+
+
+def _tables(request: TreeRequest) -> list[tuple[_Table[float], _Table[int] | None]]:
+    """Give each sequence's children per position and parent, best first: log-probabilities and candidates.
+
+    Without edges one entry stands for all parents, and its candidates already stand in order.
+    """
+    if request.edge_log_probs.numel() == 0:
+        return [(rows, None) for rows in request.top_log_probs.unsqueeze(2).tolist()]
+    is_absent = (request.top_log_probs == -inf).unsqueeze(2)
+    edges = request.edge_log_probs.masked_fill(is_absent, -inf)
+    order = edges.neg().argsort(dim=-1, stable=True)  # negated: equals keep the candidates' order
+    return list(zip(edges.gather(-1, order).tolist(), order.tolist(), strict=True))
 
 
 class _Tree:
-    """One growing tree; entry 0 of every list but `parents`, `depths` and `ranks` is the root."""
+    """One growing tree; entry 0 of `costs` and `rows` is the root."""
 
-    __slots__ = ("costs", "depths", "log_probs", "parents", "ranks", "width")
+    __slots__ = ("candidates", "children", "costs", "depths", "order", "parents", "rows", "width")
 
-    def __init__(self, log_probs: list[list[float]], width: int) -> None:
-        self.log_probs = log_probs  # [D][K]
+    def __init__(self, children: _Table[float], order: _Table[int] | None, width: int) -> None:
+        self.children = children  # [D][parents][K]
+        self.order = order
         self.width = width
         self.costs: list[float] = [0.0]  # minus the path's log-probability
+        self.rows: list[int] = [0]  # which entry of a position's parents the node is to its children
         self.parents: list[int] = []
         self.depths: list[int] = []
-        self.ranks: list[int] = []
+        self.candidates: list[int] = []
 
     def __len__(self) -> int:
         return len(self.parents)
 
     def cut(self, count: int) -> None:
         """Keep the first `count` nodes; a prefix of a best-first order is a tree."""
-        del self.costs[count + 1 :], self.parents[count:], self.depths[count:], self.ranks[count:]
+        del self.costs[count + 1 :], self.rows[count + 1 :]
+        del self.parents[count:], self.depths[count:], self.candidates[count:]
 
 
 class _Frontier:
@@ -122,9 +151,9 @@ class _Frontier:
         # never gets to the parent, and their order is the documented one among equals.
         self._heap: list[tuple[float, int, tuple[int, ...], int]] = []
         for index in members:
-            rows = trees[index].log_probs
-            if rows and trees[index].width and rows[0][0] > -inf:
-                heappush(self._heap, (-rows[0][0], index, (0,), 0))
+            children = trees[index].children
+            if children and trees[index].width and children[0][0][0] > -inf:
+                heappush(self._heap, (-children[0][0][0], index, (0,), 0))
 
     def grow(self, limit: int) -> bool:
         """Take nodes until `limit` are taken; say whether any are left."""
@@ -132,19 +161,23 @@ class _Frontier:
         while heap and len(self.owners) < limit:
             cost, index, ranks, parent = heappop(heap)
             tree = self._trees[index]
-            rows, depth, rank = tree.log_probs, len(ranks), ranks[-1]
+            children, depth, rank = tree.children, len(ranks), ranks[-1]
+            row = tree.rows[parent]
+            candidate = rank if tree.order is None else tree.order[depth - 1][row][rank]
+            own_row = 0 if tree.order is None else candidate
+            siblings = children[depth - 1][row]
             tree.costs.append(cost)
+            tree.rows.append(own_row)
             tree.parents.append(parent)
             tree.depths.append(depth)
-            tree.ranks.append(rank)
+            tree.candidates.append(candidate)
             self.owners.append(index)
             self.costs.append(cost)
             rank += 1
-            if rank < tree.width and rows[depth - 1][rank] > -inf:
-                sibling_cost = tree.costs[parent] - rows[depth - 1][rank]
-                heappush(heap, (sibling_cost, index, (*ranks[:-1], rank), parent))
-            if depth < len(rows) and rows[depth][0] > -inf:
-                heappush(heap, (cost - rows[depth][0], index, (*ranks, 0), len(tree)))
+            if rank < tree.width and siblings[rank] > -inf:
+                heappush(heap, (tree.costs[parent] - siblings[rank], index, (*ranks[:-1], rank), parent))
+            if depth < len(children) and children[depth][own_row][0] > -inf:
+                heappush(heap, (cost - children[depth][own_row][0], index, (*ranks, 0), len(tree)))
         return bool(heap)
 
 
@@ -178,7 +211,7 @@ def _pack(
         count = len(tree)
         parents[index, :count] = tree.parents
         depths[index, :count] = tree.depths
-        tokens[index, :count] = top_ids[index, depths[index, :count] - 1, tree.ranks]
+        tokens[index, :count] = top_ids[index, depths[index, :count] - 1, tree.candidates]
     return TreeBatch(
         tokens=torch.from_numpy(tokens),
         parents=torch.from_numpy(parents),

@@ -1,4 +1,4 @@
-"""Small DFlash v1 checkpoint folders with random weights, in z-lab's format."""
+"""Small draft checkpoint folders with random weights: DFlash v1 and 2 in z-lab's format, and speculators'."""
 
 from __future__ import annotations
 
@@ -73,13 +73,30 @@ def random_tensors(values: dict[str, Any], seed: int = 0) -> dict[str, torch.Ten
             ("self_attn.k_norm", head_dim),
         ):
             shapes[f"{layer}.{name}.weight"] = (size,)
+    if "DFlash2DraftModel" in values["architectures"]:
+        shapes |= _dflash2_shapes(values)
     tensors = {}
     for name, shape in shapes.items():
         noise = torch.randn(shape, generator=generator)
         # Norm weights around 1, matrices that keep the scale of what passes through.
-        is_matrix = len(shape) == 2
+        is_matrix = len(shape) >= 2
         tensors[name] = noise / shape[1] ** 0.5 * 1.5 if is_matrix else 1 + 0.3 * noise
     return tensors
+
+
+def _dflash2_shapes(values: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    hidden, sizes = values["hidden_size"], values["dflash_config"]
+    kernel, groups = sizes["conv_kernel_size"], hidden // sizes["conv_group_size"]
+    shapes: dict[str, tuple[int, ...]] = {}
+    for index in range(values["num_hidden_layers"]):
+        for name in ("attention_conv", "mlp_conv"):
+            shapes[f"layers.{index}.{name}.base_kernel"] = (2, kernel, hidden)
+            shapes[f"layers.{index}.{name}.kernel_projection.weight"] = (2 * kernel * groups, hidden)
+    rank = sizes["selector_rank"]
+    shapes["candidate_selector.hidden_projection.weight"] = (rank, hidden)
+    for name in ("predecessor_codebook", "successor_codebook"):
+        shapes[f"candidate_selector.{name}"] = (values["vocab_size"], rank)
+    return shapes
 
 
 def write_folder(folder: Path, values: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Path:
@@ -93,4 +110,26 @@ def write_folder(folder: Path, values: dict[str, Any], tensors: dict[str, torch.
 def write_draft(folder: Path, seed: int = 0, **changes: Any) -> Path:
     """Write a valid random checkpoint with some configuration values replaced."""
     values = config_values(**changes)
+    return write_folder(folder, values, random_tensors(values, seed))
+
+
+DFLASH2 = {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 6, "selector_top_k": 5}
+
+
+def dflash2_values(**changes: Any) -> dict[str, Any]:
+    """A valid DFlash 2 configuration: sliding layers that see both ways, the block size where it is there."""
+    drafting = {
+        **BASE_CONFIG["dflash_config"],
+        **DFLASH2,
+        "block_size": 6,
+        **changes.pop("dflash_config", {}),
+    }
+    sliding = {"use_sliding_window": True, "sliding_window": 9, "layer_types": ["sliding_attention"] * 3}
+    base = {"architectures": ["DFlash2DraftModel"], "block_size": None, "is_causal": False, **sliding}
+    return config_values(**{**base, "dflash_config": drafting, **changes})
+
+
+def write_dflash2(folder: Path, seed: int = 0, **changes: Any) -> Path:
+    """Write a valid random DFlash 2 checkpoint; `dflash_config` in `changes` replaces single values."""
+    values = dflash2_values(**changes)
     return write_folder(folder, values, random_tensors(values, seed))

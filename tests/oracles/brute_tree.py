@@ -31,3 +31,20 @@ def all_nodes(log_probs: list[list[float]]) -> list[PathNode]:
 def best_nodes(log_probs: list[list[float]], budget: int) -> list[PathNode]:
     """Give the `budget` most probable nodes in order."""
     return all_nodes(log_probs)[:budget]
+
+
+def conditioned_nodes(
+    edges: list[list[list[float]]],  # [D][K parents][K children]
+    is_there: list[list[bool]],  # [D][K]
+) -> list[PathNode]:
+    """List every path of children scored given their parent, most probable first; names are candidates."""
+    nodes = []
+    for depth in range(1, len(edges) + 1):
+        for path in product(*(range(len(row[0])) for row in edges[:depth])):
+            log_prob, parent = 0.0, 0
+            for position, child in enumerate(path):
+                log_prob += edges[position][parent][child] if is_there[position][child] else -inf
+                parent = child
+            if log_prob > -inf:
+                nodes.append(PathNode(path, log_prob))
+    return sorted(nodes, key=lambda node: -node.log_prob)

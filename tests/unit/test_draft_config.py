@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from ddtree.errors import CheckpointError
-from ddtree.models.draft_config import DraftConfig, LayerAttention, default_taps
-from tests.fakes.random_draft import config_values
+from ddtree.models.draft_config import Dflash2Sizes, DraftConfig, LayerAttention, default_taps
+from tests.fakes.random_draft import config_values, dflash2_values
 
 FULL = LayerAttention(is_causal=False, window=None)
 SLIDING = ["sliding_attention", "full_attention", "sliding_attention"]
@@ -82,14 +82,17 @@ def test_rope_is_found_wherever_it_is(changes: dict[str, Any], theta: float, kin
 @pytest.mark.parametrize(
     ("changes", "expected", "found"),
     [
+        ({"architectures": ["DFlash2DraftModel"]}, "conv_kernel_size to be an integer of 1 or more", "None"),
         (
-            {"architectures": ["DFlash2DraftModel"]},
-            "a DFlash v1 draft",
-            "DFlash 2, which is not supported yet",
+            {"architectures": ["Qwen3ForCausalLM"]},
+            "architectures of ['DFlashDraft",
+            "a full model is no draft",
         ),
-        ({"architectures": ["Qwen3ForCausalLM"]}, "['DFlashDraftModel']", "a full model is no draft"),
-        ({"architectures": None}, "['DFlashDraftModel']", "[]"),
-        ({"speculators_model_type": "dflash"}, "z-lab's format", "the speculators format"),
+        ({"architectures": None}, "architectures of ['DFlashDraftModel', 'DFlash2DraftModel']", "[]"),
+        ({"vocab_size": None}, "vocab_size to be an integer of 1 or more", "None"),
+        ({"dflash_config": {"mask_token_id": 1, "use_swa": True}}, "without use_swa", "True"),
+        ({"is_neox_style": False}, "without is_neox_style", "False"),
+        ({"logit_scale": 2.0}, "without logit_scale", "2.0"),
         ({"hidden_size": None}, "hidden_size to be an integer of 1 or more", "None"),
         ({"head_dim": 12.0}, "head_dim to be an integer", "12.0"),
         ({"head_dim": 7}, "an even head_dim", "7"),
@@ -143,3 +146,27 @@ def test_errors_say_what_was_expected_and_what_was_found(
     assert expected in said[0]
     assert found in said[1]
     assert "\n" not in said[1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected", "found"),
+    [
+        ({"conv_group_size": 5}, "conv_group_size to divide the hidden_size 32", "5"),
+        ({"conv_kernel_size": 7}, "conv_kernel_size of at most the block_size 6", "7"),
+        ({"selector_top_k": 51}, "selector_top_k of at most the vocab_size 50", "51"),
+        ({"selector_rank": "6"}, "selector_rank to be an integer", "'6'"),
+    ],
+)
+def test_sizes_of_a_dflash2_draft_are_checked(changes: dict[str, Any], expected: str, found: str) -> None:
+    with pytest.raises(CheckpointError) as error:
+        DraftConfig.from_values(dflash2_values(dflash_config=changes))
+    said = str(error.value.args[0]).split(", found ", maxsplit=1)
+    assert expected in said[0]
+    assert found in said[1]
+
+
+def test_a_dflash2_draft_is_read() -> None:
+    config = DraftConfig.from_values(dflash2_values())
+    assert config.dflash2 == Dflash2Sizes(2, 8, 6, 5)
+    assert (config.block_size, config.draft_positions) == (6, 5)
+    assert read_config().dflash2 is None

@@ -1,9 +1,9 @@
-"""The DFlash v1 drafter (arXiv 2602.06036): one forward pass drafts a whole block of positions.
+"""The DFlash drafter (arXiv 2602.06036): one forward pass drafts a whole block of positions.
 
 The block is the root token and `B - 1` mask tokens. Its rows see each other and, in every layer, keys and
 values that are projected from the context features of the committed tokens. Those never change, so they are
 computed once per token (`context_kv`), kept by the caller, and only read by the pass over the block
-(`forward`), whose own keys and values live no longer than that.
+(`forward`), whose own keys and values live no longer than that. What DFlash 2 adds is in `dflash2`.
 
 This module knows neither the target (embeddings and output head are the caller's), nor where context is kept.
 """
@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from ddtree.models.dflash2 import BlockConvolution, CandidateSelector, convolve
 from ddtree.models.draft_checkpoint import DraftCheckpoint
 from ddtree.models.draft_config import DraftConfig, LayerAttention
 from ddtree.models.draft_weights import read_draft, read_projection
@@ -67,6 +68,10 @@ class DFlashDraft(nn.Module):
         )
         self.context_k_norm = nn.Parameter(torch.empty(num_layers, 1, config.head_dim))
         self.rotary = rotary
+        self.candidate_selector: CandidateSelector | None = None
+        if config.dflash2 is not None:
+            sizes = (config.vocab_size, config.hidden_size, config.dflash2)
+            self.candidate_selector = CandidateSelector(*sizes)
 
     @classmethod
     def load(cls, checkpoint: DraftCheckpoint, dtype: torch.dtype, device: torch.device) -> DFlashDraft:
@@ -160,6 +165,11 @@ class _DraftLayer(nn.Module):
         self.self_attn = _BlockAttention(config, attention)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = _GatedMlp(config)
+        self.attention_conv: BlockConvolution | None = None
+        self.mlp_conv: BlockConvolution | None = None
+        if config.dflash2 is not None:
+            self.attention_conv = BlockConvolution(config.hidden_size, config.dflash2)
+            self.mlp_conv = BlockConvolution(config.hidden_size, config.dflash2)
 
     def forward(
         self,
@@ -168,9 +178,30 @@ class _DraftLayer(nn.Module):
         context: Sequence[tuple[torch.Tensor, torch.Tensor]],
         sights: _Sights,
     ) -> torch.Tensor:
-        hidden = hidden + self.self_attn(self.input_layernorm(hidden), rotation, context, sights)
-        output: torch.Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
-        return output
+        def attend(rows: torch.Tensor) -> torch.Tensor:
+            output: torch.Tensor = self.self_attn(rows, rotation, context, sights)
+            return output
+
+        count = len(context)
+        rows = self.input_layernorm(hidden)
+        hidden = hidden + _within(self.attention_conv, attend, rows, count)
+        rows = self.post_attention_layernorm(hidden)
+        return hidden + _within(self.mlp_conv, self.mlp, rows, count)
+
+
+def _within(
+    conv: BlockConvolution | None,
+    inner: Callable[[torch.Tensor], torch.Tensor],
+    rows: torch.Tensor,  # [S * B, H]
+    num_sequences: int,
+) -> torch.Tensor:
+    """Run a sub-layer, between the two convolutions of DFlash 2 where there are any."""
+    if conv is None:
+        return inner(rows)
+    blocks = rows.unflatten(0, (num_sequences, -1))
+    into, out_of = conv.kernels(blocks).unbind(2)
+    inner_rows = inner(convolve(blocks, into).flatten(0, 1))
+    return convolve(inner_rows.unflatten(0, (num_sequences, -1)), out_of).flatten(0, 1)
 
 
 class _BlockAttention(nn.Module):

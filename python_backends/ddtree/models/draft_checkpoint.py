@@ -1,7 +1,8 @@
-"""Reads a DFlash v1 checkpoint folder in z-lab's format and says in one line what is wrong with one.
+"""Reads a draft's checkpoint folder and says in one line what is wrong with one.
 
-A folder holds `config.json` and safetensors (sharded or not) without embedding and output head, which come
-from the target. This module knows files and shapes. It does not build the model, nor fetch a checkpoint.
+A folder holds `config.json` and safetensors (sharded or not). Embedding and output head come from the target;
+the speculators format may bring a head of its own over fewer tokens, with a map to the target's. This module
+knows files and shapes. It does not build the model, nor fetch a checkpoint.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -22,6 +22,10 @@ from ddtree.models.draft_config import DraftConfig
 from ddtree.models.weight_files import FLOAT_TYPES, Header, read_headers, weight_files
 
 _NAMES_SHOWN = 3  # of missing or unexpected tensors, in a message
+_MAP_TYPES = {"d2t": ("I64", "I32"), "t2d": ("BOOL", "U8")}
+_ROWS_COMPARED = 64  # of an embedding that should be the target's
+_ROUNDING = 1e-2  # two checkpoints may keep it in different types
+_HEAD, _MAP, _MEMBERS, _EMBEDDING = "lm_head.weight", "d2t", "t2d", "embed_tokens.weight"
 
 
 @dataclass(frozen=True)
@@ -44,45 +48,72 @@ class DraftCheckpoint:
                     tensors[name] = file.get_tensor(name).to(device=device, dtype=dtype)
         return tensors
 
-    def check_against_target(self, target_config: Any) -> None:
-        """Check that the draft was made for a target like this one.
-
-        Args:
-            target_config: the target's transformers configuration.
+    def load_head(self, dtype: torch.dtype, device: torch.device) -> DraftHead | None:
+        """Read the draft's own output head; None when it uses the target's.
 
         Raises:
-            CheckpointError: naming the draft's file, what the target asks for and what the draft has.
+            CheckpointError: the map to target ids is not one: an id is outside or comes twice.
         """
-        text, draft = target_config.get_text_config(), self.config
-        eos = text.eos_token_id if isinstance(text.eos_token_id, list) else [text.eos_token_id]
-        special = {token for token in (*eos, text.pad_token_id) if token is not None}
-        for rule, holds, found in (
+        if _HEAD not in self.files:
+            return None
+        weight = self.load((_HEAD,), dtype, device)[_HEAD]
+        if _MAP not in self.files:
+            return DraftHead(weight, None)
+        ids = torch.arange(len(weight)) + self._read(_MAP).long()
+        is_inside = bool((ids >= 0).all() and (ids < self.config.vocab_size).all())
+        members = self._read(_MEMBERS).bool() if _MEMBERS in self.files else None
+        for rule, holds in (
+            (f"{_MAP} to lead to ids below {self.config.vocab_size}", is_inside),
+            (f"{_MAP} to lead to every id once", len(ids.unique()) == len(ids)),
             (
-                f"the target's hidden_size {text.hidden_size}",
-                draft.hidden_size == text.hidden_size,
-                draft.hidden_size,
-            ),
-            (
-                f"num_target_layers {text.num_hidden_layers}, the target's layer count",
-                draft.num_target_layers == text.num_hidden_layers,
-                draft.num_target_layers,
-            ),
-            (
-                f"a mask_token_id below the target's vocabulary of {text.vocab_size}",
-                draft.mask_token_id < text.vocab_size,
-                draft.mask_token_id,
-            ),
-            (
-                f"a mask_token_id other than the target's padding and end tokens {sorted(special)}",
-                draft.mask_token_id not in special,
-                draft.mask_token_id,
+                f"{_MAP} to lead to the ids that {_MEMBERS} has",
+                members is None or not is_inside or bool(members[ids].all()),
             ),
         ):
             if not holds:
                 raise CheckpointError(
-                    f"{self.folder / 'config.json'}: expected {rule}, found {found}; "
-                    "is this the drafter of that target?"
+                    f"{self.files[_MAP]}: expected {rule}, found {ids[:4].tolist()}, … from "
+                    f"{self._read(_MAP)[:4].tolist()}, …; an entry is the distance from draft id to target id"
                 )
+        return DraftHead(weight, ids.to(device))
+
+    def check_embedding(self, embedding: torch.Tensor) -> None:
+        """Check that an embedding the folder may hold is the target's, which is the one that is used.
+
+        Args:
+            embedding: `[V, H]`, the target's.
+
+        Raises:
+            CheckpointError: it is another one.
+        """
+        if _EMBEDDING not in self.files:
+            return
+        rows = torch.linspace(0, min(len(embedding), self.config.vocab_size) - 1, _ROWS_COMPARED).long()
+        rows = torch.cat((rows, torch.tensor([self.config.mask_token_id]))).unique()
+        with safe_open(self.files[_EMBEDDING], framework="pt") as file:
+            part = file.get_slice(_EMBEDDING)
+            own = torch.cat([part[row : row + 1] for row in rows.tolist()]).to(embedding.dtype)
+        off = float((own - embedding[rows.to(embedding.device)].cpu()).abs().max())
+        if not off <= _ROUNDING * max(1.0, float(own.abs().max())):
+            raise CheckpointError(
+                f"{self.files[_EMBEDDING]}: expected {_EMBEDDING} to be the target's embedding, found rows "
+                f"that differ by up to {off:.3g}; a draft with an embedding of its own is not served"
+            )
+
+    def _read(self, name: str) -> torch.Tensor:
+        with safe_open(self.files[name], framework="pt") as file:
+            tensor: torch.Tensor = file.get_tensor(name)
+        return tensor
+
+
+@dataclass(frozen=True)
+class DraftHead:
+    """An output head of the draft's own."""
+
+    weight: torch.Tensor  # [draft_vocab_size, H]
+    target_ids: (
+        torch.Tensor | None
+    )  # [draft_vocab_size] int64, the token each row stands for; None: its index
 
 
 def open_checkpoint(folder: Path) -> DraftCheckpoint:
@@ -102,7 +133,13 @@ def open_checkpoint(folder: Path) -> DraftCheckpoint:
         config = DraftConfig.from_values(values)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error.args[0]}") from error
-    return DraftCheckpoint(folder, config, _check_tensors(folder, tensor_shapes(config)))
+    mask_file = folder / "mask_embedding.pt"
+    if mask_file.exists():
+        raise CheckpointError(
+            f"{mask_file}: expected the mask's embedding to be the target's row {config.mask_token_id}, "
+            "found a file with another one, which is not served; without it drafts would only be rejected"
+        )
+    return DraftCheckpoint(folder, config, _check_tensors(folder, config))
 
 
 def draft_hash(folder: Path) -> str:
@@ -151,19 +188,48 @@ def tensor_shapes(config: DraftConfig) -> dict[str, tuple[int, ...]]:
         "hidden_norm.weight": (hidden,),
         "norm.weight": (hidden,),
     }
+    if config.dflash2 is not None:
+        rank, kernel = config.dflash2.selector_rank, config.dflash2.conv_kernel_size
+        groups = hidden // config.dflash2.conv_group_size
+        for name in ("attention_conv", "mlp_conv"):
+            layer[f"{name}.base_kernel"] = (2, kernel, hidden)
+            layer[f"{name}.kernel_projection.weight"] = (2 * kernel * groups, hidden)
+        shapes["candidate_selector.hidden_projection.weight"] = (rank, hidden)
+        for name in ("predecessor_codebook", "successor_codebook"):
+            shapes[f"candidate_selector.{name}"] = (config.vocab_size, rank)
     for index in range(len(config.layers)):
         shapes |= {f"layers.{index}.{name}": shape for name, shape in layer.items()}
+    if config.draft_vocab_size != config.vocab_size:
+        shapes |= {_HEAD: (config.draft_vocab_size, hidden), _MAP: (config.draft_vocab_size,)}
     return shapes
 
 
-def _check_tensors(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Path]:
+def _optional_shapes(config: DraftConfig) -> dict[str, tuple[int, ...]]:
+    """Name what a folder of the speculators format may hold besides."""
+    if not config.is_from_speculators:
+        return {}
+    vocabulary, drafted = config.vocab_size, config.draft_vocab_size
+    return {
+        _HEAD: (drafted, config.hidden_size),
+        _MAP: (drafted,),
+        _MEMBERS: (vocabulary,),
+        _EMBEDDING: (vocabulary, config.hidden_size),
+        # Only for training: the target's own, with which drafts were scored.
+        "verifier_norm.weight": (config.hidden_size,),
+        "verifier_lm_head.weight": (drafted, config.hidden_size),
+    }
+
+
+def _check_tensors(folder: Path, config: DraftConfig) -> dict[str, Path]:
     """Find every tensor's file from the files' headers and compare names, shapes and types."""
     listed, files = weight_files(folder)
+    shapes = tensor_shapes(config)
+    allowed = shapes | _optional_shapes(config)
     found: dict[str, Path] = {}
     for path in files:
         for name, header in read_headers(path).items():
             found[name] = path
-            _check_header(path, name, header, shapes)
+            _check_header(path, name, header, allowed)
     missing = sorted(shapes.keys() - found.keys())
     if missing:
         described = ", ".join(f"{name} {list(shapes[name])}" for name in missing[:_NAMES_SHOWN])
@@ -177,11 +243,12 @@ def _check_tensors(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[
 def _check_header(path: Path, name: str, header: Header, shapes: Mapping[str, tuple[int, ...]]) -> None:
     if name not in shapes:
         raise CheckpointError(
-            f"{path}: expected only a DFlash v1 draft's tensors, found {name} {list(header.shape)} as well"
+            f"{path}: expected only a DFlash draft's tensors, found {name} {list(header.shape)} as well"
         )
     if header.shape != shapes[name]:
         raise CheckpointError(
             f"{path}: expected {name} of shape {list(shapes[name])}, found {list(header.shape)}"
         )
-    if header.dtype not in FLOAT_TYPES:
-        raise CheckpointError(f"{path}: expected {name} as one of {FLOAT_TYPES}, found {header.dtype}")
+    types = _MAP_TYPES.get(name, FLOAT_TYPES)
+    if header.dtype not in types:
+        raise CheckpointError(f"{path}: expected {name} as one of {types}, found {header.dtype}")

@@ -41,4 +41,5 @@ def read_draft(checkpoint: DraftCheckpoint, dtype: torch.dtype, device: torch.de
     for kind in kinds:
         joined[f"context_kv_proj.{kind}"] = torch.cat(context[kind])
     joined["context_k_norm"] = torch.stack(context_norms).unsqueeze(1)
-    return joined | checkpoint.load(("norm.weight",), dtype, device)
+    others = [name for name in names if name == "norm.weight" or name.startswith("candidate_selector.")]
+    return joined | checkpoint.load(others, dtype, device)

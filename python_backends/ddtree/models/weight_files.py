@@ -17,7 +17,6 @@ from safetensors import SafetensorError, safe_open
 from ddtree.errors import CheckpointError
 
 FLOAT_TYPES = ("BF16", "F16", "F32")
-INTEGER_TYPES = ("I64", "I32")
 _BITS = {"BF16": 16, "F16": 16, "F32": 32, "I64": 64, "I32": 32, "BOOL": 8, "U8": 8, "I8": 8, "F64": 64}
 
 
