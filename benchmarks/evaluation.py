@@ -138,6 +138,9 @@ def summarise(runs: Runs) -> dict[str, float | int | str | None]:
         served = _served_tree(runs, player, best)
         local = Contender("in-process", "tree", served.tree_budget)
         summary[name] = runs.speed_ratio(served, local)
+        # A first chunk that arrives late flatters the decoding speed, never the whole answer's.
+        whole = runs.common_medians(served, local, lambda answer: answer.end_to_end_tokens_per_s)
+        summary[f"{name}_end_to_end"] = whole[0] / whole[1] if whole else None
         summary[f"{name}_at"] = served.way if summary[name] is not None else None
     return summary
 

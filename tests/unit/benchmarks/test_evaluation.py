@@ -106,8 +106,10 @@ def test_the_summary_of_a_whole_run() -> None:
             "chain_over_plain": 1.5,
             "plain_over_transformers": 2.0,
             "grpc_over_in_process": 0.9,
+            "grpc_over_in_process_end_to_end": (1 + 20 / 20) / (1 + 20 / 18),
             "grpc_over_in_process_at": "tree-8",
             "grpc_in_process_topology_over_in_process": 0.5,  # it did not run the best budget
+            "grpc_in_process_topology_over_in_process_end_to_end": (1 + 20 / 22) / (1 + 20 / 11),
             "grpc_in_process_topology_over_in_process_at": "tree-auto",
         }
     )
