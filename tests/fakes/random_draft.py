@@ -133,3 +133,50 @@ def write_dflash2(folder: Path, seed: int = 0, **changes: Any) -> Path:
     """Write a valid random DFlash 2 checkpoint; `dflash_config` in `changes` replaces single values."""
     values = dflash2_values(**changes)
     return write_folder(folder, values, random_tensors(values, seed))
+
+
+DRAFTED = 20  # tokens a speculators draft can propose
+
+
+def speculators_values(**changes: Any) -> dict[str, Any]:
+    """A valid configuration in the speculators format; only what differs from Qwen3's defaults is nested."""
+    nested = {
+        name: BASE_CONFIG[name]
+        for name in (
+            "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+            "num_key_value_heads", "head_dim", "max_position_embeddings", "rope_parameters", "vocab_size",
+        )
+    }  # fmt: skip
+    base = {
+        "architectures": ["DFlashDraftModel"],
+        "speculators_model_type": "dflash",
+        "speculators_version": "0.6.0",
+        "speculators_config": {"algorithm": "dflash", "verifier": {"name_or_path": "some/target"}},
+        "transformer_layer_config": {**nested, **changes.pop("transformer_layer_config", {})},
+        "draft_vocab_size": DRAFTED,
+        "block_size": 6,
+        "aux_hidden_state_layer_ids": [2, 4, 6],  # z-lab's 1, 3, 5
+        "mask_token_id": 49,
+        "dtype": "float32",
+    }
+    return {**base, **changes}
+
+
+def speculators_tensors(values: dict[str, Any], seed: int = 0) -> dict[str, torch.Tensor]:
+    """Layers as in z-lab's format, an output head over some of the target's tokens, and the maps."""
+    nested, drafted = values["transformer_layer_config"], values["draft_vocab_size"]
+    layers = {**nested, "architectures": [], "dflash_config": {"target_layer_ids": [1, 3, 5]}}
+    tensors = random_tensors(layers, seed)
+    generator = torch.Generator().manual_seed(seed + 1)
+    tensors["lm_head.weight"] = torch.randn(drafted, nested["hidden_size"], generator=generator)
+    if drafted < nested["vocab_size"]:
+        chosen = torch.randperm(nested["vocab_size"], generator=generator)[:drafted].sort().values
+        tensors["d2t"] = chosen - torch.arange(drafted)
+        tensors["t2d"] = torch.zeros(nested["vocab_size"], dtype=torch.bool).index_fill(0, chosen, True)
+    return tensors
+
+
+def write_speculators(folder: Path, seed: int = 0, **changes: Any) -> Path:
+    """Write a valid random checkpoint in the speculators format."""
+    values = speculators_values(**changes)
+    return write_folder(folder, values, speculators_tensors(values, seed))

@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from ddtree.errors import CheckpointError
+from ddtree.models.speculators import is_speculators
 from ddtree.models.target_config import check_target_config
 from ddtree.models.weight_files import FLOAT_TYPES, Header, read_headers
 
@@ -51,18 +52,20 @@ def read_target_config(folder: Path) -> PretrainedConfig:
             f"target: {folder} is not a folder; give the folder of a transformers checkpoint"
         )
     try:
-        architectures = json.loads(path.read_text()).get("architectures") or []
+        values = json.loads(path.read_text())
+        architectures = values.get("architectures") or []
     except (OSError, ValueError, AttributeError) as error:
         raise CheckpointError(f"target: {path} must be a readable JSON object ({error})") from None
-    if any(name in _DRAFT_ARCHITECTURES for name in architectures):
+    if any(name in _DRAFT_ARCHITECTURES for name in architectures) or is_speculators(values):
         raise CheckpointError(
-            f"target: {path} names {architectures[0]}, a draft model; were target and draft swapped?"
+            f"target: {path} names {architectures}, a draft model; were target and draft swapped?"
         )
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True)
     except (ValueError, KeyError, OSError) as error:
+        reason = " ".join(str(error).split())[:400]
         raise CheckpointError(
-            f"target: {path} is not a configuration that transformers reads ({error})"
+            f"target: {path} is not a configuration that transformers reads ({reason})"
         ) from None
     try:
         check_target_config(config)
