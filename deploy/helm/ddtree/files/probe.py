@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 RUNNING = ("ddtree_active_requests", "ddtree_queued_requests")
 PROGRESS = "ddtree_rounds_total"
 _POLL_S = 1.0
+_QUIET_POLLS = 2  # the server publishes its numbers now and then: one zero may be an old one
 _READ_S = 5.0
 _TINY_REQUEST = {"text_input": "a", "max_tokens": 1, "draft_mode": "off"}
 
@@ -116,10 +117,14 @@ def drain(server: Server, settle_s: float, timeout_s: float, sleep: Callable[[fl
     """
     sleep(settle_s)
     deadline = time.monotonic() + timeout_s
+    quiet = 0
     while True:
         left = server.total(*RUNNING)
-        if not left:
-            return True, "no request is left" if left is not None else f"no metric {' or '.join(RUNNING)}"
+        if left is None:
+            return True, f"no metric {' or '.join(RUNNING)}: nothing to wait for"
+        quiet = 0 if left else quiet + 1
+        if quiet == _QUIET_POLLS:
+            return True, "no request is left"
         if time.monotonic() >= deadline:
             return False, f"{left:g} requests are left after {timeout_s:g} s"
         sleep(_POLL_S)

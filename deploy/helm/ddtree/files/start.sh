@@ -3,7 +3,7 @@
 set -eu
 
 # /dev/shm outlives a container that was killed: what its predecessor left would fill it up.
-rm -rf /dev/shm/ddtree_*
+rm -rf /dev/shm/ddtree_server_*
 
 # Everything but inference and health is behind a key. Without one it is random and kept nowhere: closed to all.
 if [ -s /etc/ddtree-admin/key ]; then

@@ -8,7 +8,7 @@
 - --strict-readiness=true
 - --exit-on-error=true
 - --exit-timeout-secs={{ $s.exitTimeoutSeconds }}
-- --backend-config=python,shm-region-prefix-name=ddtree_
+- --backend-config=python,shm-region-prefix-name=ddtree_server_
 - --backend-config=python,thread-pool-size={{ $s.threadPoolSize }}
 - --backend-config=python,stub-timeout-seconds={{ $s.stubTimeoutSeconds }}
 - --http-port=8000

@@ -1,0 +1,136 @@
+"""The probe script against a scripted server: what only load or failure would show on a real one."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from deploy.helm.ddtree.files import probe
+
+
+@dataclass
+class Script:
+    """What the server answers."""
+
+    metrics: list[str]  # one text a scrape; the last one stays
+    generate_status: int = 200
+    generate_s: float = 0.0
+    scrapes: int = 0
+    generated: threading.Event = field(default_factory=threading.Event)
+
+    def scrape(self) -> str:
+        text = self.metrics[min(self.scrapes, len(self.metrics) - 1)]
+        self.scrapes += 1
+        return text
+
+
+@contextmanager
+def scripted(script: Script) -> Iterator[probe.Server]:
+    class Handler(BaseHTTPRequestHandler):
+        def log_message(self, format: str, *args: object) -> None:  # noqa: A002
+            pass
+
+        def do_GET(self) -> None:
+            self._answer(200, script.scrape())
+
+        def do_POST(self) -> None:
+            script.generated.set()
+            time.sleep(script.generate_s)
+            self._answer(script.generate_status, '{"error": "too many requests wait"}')
+
+        def _answer(self, status: int, text: str) -> None:
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(text)))
+            self.end_headers()
+            self.wfile.write(text.encode())
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    address = f"http://127.0.0.1:{server.server_port}"
+    try:
+        yield probe.Server(address, address)
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def rounds(count: int) -> str:
+    return f'# HELP x\nddtree_rounds_total{{model="ddtree"}} {count}\nddtree_rounds_total_x 7\n'
+
+
+def busy(active: int, queued: int) -> str:
+    labels = '{model="ddtree"}'
+    return f"ddtree_active_requests{labels} {active}\nddtree_queued_requests{labels} {queued}\n"
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "_POLL_S", 0.02)
+
+
+def test_a_busy_server_is_alive_although_the_request_waits() -> None:
+    script = Script([rounds(5), rounds(5), rounds(6)], generate_s=3.0)
+    with scripted(script) as server:
+        started = time.monotonic()
+        assert probe.alive(server, 2.0) == (True, "rounds go on")
+        assert time.monotonic() - started < 1.5
+        assert script.generated.wait(1)
+
+
+def test_a_busy_server_is_alive_although_the_request_is_refused() -> None:
+    with scripted(Script([rounds(5), rounds(5), rounds(5), rounds(6)], generate_status=503)) as server:
+        assert probe.alive(server, 2.0) == (True, "rounds go on")
+
+
+def test_a_server_that_answers_nothing_and_decodes_nothing_is_dead() -> None:
+    with scripted(Script([rounds(5)], generate_s=2.0)) as server:
+        is_alive, why = probe.alive(server, 0.2)
+    assert not is_alive
+    assert why.startswith("no token within 0.2 s and no round meanwhile")
+
+
+def test_a_refusal_without_rounds_is_dead_and_says_why() -> None:
+    with scripted(Script([rounds(5)], generate_status=500)) as server:
+        is_alive, why = probe.alive(server, 0.3)
+    assert not is_alive
+    assert "500" in why
+    assert "too many requests wait" in why
+
+
+def test_a_drain_ends_after_two_quiet_looks() -> None:
+    script = Script([busy(2, 1), busy(0, 0), busy(1, 0), busy(0, 0), busy(0, 0), busy(0, 0)])
+    with scripted(script) as server:
+        assert probe.drain(server, 0.0, 5.0, time.sleep) == (True, "no request is left")
+    assert script.scrapes == 5
+
+
+def test_a_drain_settles_first_and_gives_up_in_time() -> None:
+    slept: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        time.sleep(0.01)
+
+    with scripted(Script([busy(2, 1)])) as server:
+        verdict = probe.drain(server, 7.0, 0.1, sleep)
+    assert verdict == (False, "3 requests are left after 0.1 s")
+    assert slept[0] == 7.0
+
+
+def test_a_server_without_our_gauges_is_not_waited_for() -> None:
+    with scripted(Script(["nv_inference_count 3\n"])) as server:
+        assert probe.drain(server, 0.0, 5.0, time.sleep)[0]
+
+
+def test_a_closed_port_is_neither_ready_nor_alive(capsys: pytest.CaptureFixture[str]) -> None:
+    with scripted(Script([rounds(1)])) as server:
+        address = server._http
+    for command in (["ready", "ddtree"], ["alive"], ["drain", "--settle-seconds=0"]):
+        assert probe.main(["--http", address, "--metrics", address, *command]) == 1
+        assert capsys.readouterr().err.startswith("the server does not answer: ")
