@@ -114,6 +114,7 @@ class Engine:
             await asyncio.gather(self._loop_task, return_exceptions=True)
             self._loop_task = None
         self._fail(list(self._scheduler), Cancelled("the server is shutting down"))
+        await self._release()
         await self._stages.close()
 
     @property
@@ -136,10 +137,7 @@ class Engine:
                 await self._step()
             except Exception as error:  # noqa: BLE001 - the loop outlives whatever went wrong in a step
                 _LOG.exception("a step failed: %s", error)
-                wrapped = (
-                    error if isinstance(error, DDTreeError) else Unavailable(f"the engine failed: {error}")
-                )
-                self._fail(list(self._scheduler), wrapped)
+                self._fail(list(self._scheduler), _as_ours(error))
 
     async def _step(self) -> None:
         self._drop_cancelled()
@@ -155,8 +153,11 @@ class Engine:
         """Fail the sequences of a stage call that failed, and only those."""
         try:
             await work
-        except DDTreeError as error:
-            self._fail([live for live in batch if not live.sequence.is_finished], error)
+        except Exception as error:  # noqa: BLE001 - whatever a stage raised, the others' calls go on
+            if not isinstance(error, DDTreeError):
+                _LOG.exception("a stage call failed: %s", error)
+            running = self._scheduler.running  # without those who ended or were postponed in this step
+            self._fail([live for live in batch if live in running], _as_ours(error))
 
     async def _prefill(self, batch: Batch[tuple[Live, int]]) -> None:
         started_s = time.perf_counter()
@@ -283,6 +284,10 @@ class Engine:
         session_ids = list(self._to_release)
         try:
             await self._stages.release(session_ids)
-        except DDTreeError as error:
+        except Exception as error:  # noqa: BLE001 - nobody waits for it, and the time to live remains
             _LOG.warning("%d sessions could not be released: %s", len(session_ids), error)
         del self._to_release[: len(session_ids)]  # only now: idle means that the stages know
+
+
+def _as_ours(error: Exception) -> DDTreeError:
+    return error if isinstance(error, DDTreeError) else Unavailable(f"the engine failed: {error}")

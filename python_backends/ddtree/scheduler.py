@@ -134,6 +134,11 @@ class Scheduler:
         return bool(self._running or self._waiting)
 
     @property
+    def running(self) -> tuple[Live, ...]:
+        """Sequences that hold pages or are about to."""
+        return tuple(self._running)
+
+    @property
     def num_running(self) -> int:
         """Sequences that hold pages or are about to."""
         return len(self._running)
@@ -149,7 +154,8 @@ class Scheduler:
         Raises:
             ResourceExhausted: the queue is full.
         """
-        if len(self._running) >= self._max_sequences and len(self._waiting) >= self._max_waiting:
+        # Together: places are given in the next step, and until then everybody new is waiting.
+        if len(self._running) + len(self._waiting) >= self._max_sequences + self._max_waiting:
             raise ResourceExhausted(
                 f"{len(self._running)} sequences are running and {len(self._waiting)} are waiting, "
                 "which is the most this server queues; retry in a second or add a replica"
@@ -164,7 +170,7 @@ class Scheduler:
             self._running.append(live)
 
     def postpone(self, live: Live) -> None:
-        """Put a sequence back to the head of the queue: the pool has no pages for it now.
+        """Put a sequence back into the queue, before all that came later: the pool has no pages for it now.
 
         Raises:
             ResourceExhausted: no other sequence runs, so waiting could not help.
@@ -176,7 +182,9 @@ class Scheduler:
             )
         self._running.remove(live)
         live.sequence.state = SequenceState.WAITING
-        self._waiting.appendleft(live)
+        arrived = live.sequence.stats.arrival_ns
+        earlier = sum(other.sequence.stats.arrival_ns <= arrived for other in self._waiting)
+        self._waiting.insert(earlier, live)
         self._is_pool_full = True
 
     def remove(self, live: Live) -> None:

@@ -1,0 +1,297 @@
+"""The engine when stages or sinks fail: only those concerned notice, and nothing is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddtree.errors import DDTreeError, ResourceExhausted, Unavailable
+from ddtree.params import GenerationParams
+from ddtree.sequence import Delta, Stats
+from ddtree.verify import TargetVerifier
+from tests.fakes.collecting_sink import CollectingSink
+from tests.fakes.pipeline import GreedyReference, generate_all, make_verifier
+from tests.fakes.tiny_models import EOS_ID
+from tests.integration.stage_faults import ForgetfulVerifier, LyingVerifier, world_of
+
+SHORT, LONG = tuple(b"short"), tuple(b"a prompt of several chunks, each of sixteen tokens at most")
+
+
+def request(prompt: tuple[int, ...], max_tokens: int = 30, budget: int = 12) -> GenerationParams:
+    return GenerationParams(
+        prompt, max_tokens=max_tokens, tree_budget=budget, stop_ids=frozenset({EOS_ID})
+    )
+
+
+def reference_of(reference: GreedyReference, params: GenerationParams) -> list[int]:
+    return reference(params.prompt_ids, params.max_tokens)
+
+
+def forget(verifier: TargetVerifier, kind: type[TargetVerifier]) -> TargetVerifier:
+    """The same verifier with another way to forget: only methods differ."""
+    verifier.__class__ = kind
+    return verifier
+
+
+@pytest.mark.parametrize("error", [Unavailable("no answer"), RuntimeError("out of memory")], ids=repr)
+@pytest.mark.parametrize("operation", ["prefill", "draft", "build_tree", "verify"])
+async def test_a_stage_that_raises_fails_its_call_and_the_loop_lives(
+    tiny_target: Path, tiny_reference: GreedyReference, operation: str, error: Exception
+) -> None:
+    async with world_of(tiny_target) as world:
+        calls = 0
+
+        def fail_once(name: str, _: Any) -> None:
+            nonlocal calls
+            calls += name == operation
+            if name == operation and calls == 2:
+                raise error
+
+        world.stages.before = fail_once
+        with pytest.raises(Unavailable, match=str(error)):
+            await world.engine.generate(request(LONG), CollectingSink())
+        (sink,) = await generate_all(world.engine, [request(SHORT)])
+        assert sink.token_ids == reference_of(tiny_reference, request(SHORT))
+
+
+@pytest.mark.parametrize("error", [Unavailable("no answer"), RuntimeError("out of memory")], ids=repr)
+async def test_a_failed_prefill_does_not_touch_those_who_decode_or_wait(
+    tiny_target: Path, tiny_reference: GreedyReference, error: Exception
+) -> None:
+    async with world_of(tiny_target, max_sequences=2) as world:
+        decoding = CollectingSink()
+        first = world.begin(request(SHORT, 60), decoding)
+        while not decoding.deltas:
+            await asyncio.sleep(0)
+
+        def fail_once(name: str, _: Any) -> None:
+            if name == "prefill":
+                world.stages.before = lambda name, _: None
+                raise error
+
+        world.stages.before = fail_once
+        broken = world.begin(request(LONG), CollectingSink())
+        waiting = CollectingSink()
+        last = world.begin(request(SHORT), waiting)
+        with pytest.raises(Unavailable, match=str(error)):
+            await broken
+        await asyncio.gather(first, last)
+        assert decoding.token_ids == reference_of(tiny_reference, request(SHORT, 60))
+        assert waiting.token_ids == reference_of(tiny_reference, request(SHORT))
+
+
+class BrokenSink(CollectingSink):
+    """Cannot be written to after some deltas."""
+
+    def __init__(self, deltas: int) -> None:
+        super().__init__()
+        self._left = deltas
+
+    def emit(self, delta: Delta, stats: Stats) -> None:
+        """Keep a delta while there is room."""
+        if not self._left:
+            raise OSError("broken pipe")
+        self._left -= 1
+        super().emit(delta, stats)
+
+
+@pytest.mark.parametrize("deltas", [0, 1, 3])
+async def test_a_sink_that_raises_ends_its_sequence_only(
+    tiny_target: Path, tiny_reference: GreedyReference, deltas: int
+) -> None:
+    async with world_of(tiny_target) as world:
+        sink = CollectingSink()
+        other = world.begin(request(SHORT), sink)
+        with pytest.raises(Unavailable, match="could not be sent: broken pipe"):
+            await world.engine.generate(request(LONG), BrokenSink(deltas))
+        await other
+        assert sink.token_ids == reference_of(tiny_reference, request(SHORT))
+
+
+async def test_two_failures_in_one_step_touch_nobody_else(
+    tiny_target: Path, tiny_reference: GreedyReference
+) -> None:
+    # The sink of a prefilled sequence breaks, then the drafter fails on the context of another in the batch.
+    async with world_of(tiny_target, prefill_chunk=16) as world:
+        sink = CollectingSink()
+        bystander = world.begin(request(SHORT, 60), sink)
+        while not sink.deltas:
+            await asyncio.sleep(0)
+
+        def fail_feeding(name: str, message: Any) -> None:
+            if name == "draft" and message.depth == 0:
+                raise Unavailable("no answer")
+
+        world.stages.before = fail_feeding
+        broken = world.begin(request(SHORT), BrokenSink(0))
+        feeding = world.begin(request(LONG), CollectingSink())
+        outcomes = await asyncio.gather(broken, feeding, bystander, return_exceptions=True)
+        assert [str(outcome) for outcome in outcomes] == [
+            "UNAVAILABLE: the answer could not be sent: broken pipe", "UNAVAILABLE: no answer", "None",
+        ]  # fmt: skip
+        assert sink.token_ids == reference_of(tiny_reference, request(SHORT, 60))
+
+
+async def test_a_release_that_fails_ends_nothing_but_itself(
+    tiny_target: Path, tiny_reference: GreedyReference
+) -> None:
+    async with world_of(tiny_target) as world:
+
+        def fail(name: str, _: Any) -> None:
+            if name == "release":
+                raise Unavailable("no answer")
+
+        world.stages.before = fail
+        for _ in range(2):
+            (sink,) = await generate_all(world.engine, [request(SHORT)])
+            assert sink.token_ids == reference_of(tiny_reference, request(SHORT))
+        world.stages.before = lambda name, _: None
+        # What could not be told is dropped by the time to live; here the test is the time.
+        world.verifier.release([session.session_id for session in world.verifier.sessions])
+        world.oracle.release(list(world.oracle._sessions))
+
+
+# --- sessions lost
+
+
+@pytest.mark.parametrize("budget", [0, 12])
+async def test_a_verifier_that_forgets_three_times(
+    tiny_target: Path, tiny_reference: GreedyReference, budget: int
+) -> None:
+    verifier = forget(make_verifier(tiny_target), ForgetfulVerifier)
+    async with world_of(tiny_target, verifier=verifier) as world:
+        rounds = 0
+
+        def is_forgetful() -> bool:
+            nonlocal rounds
+            rounds += 1
+            return rounds in (1, 5, 9)
+
+        verifier.is_forgetful = is_forgetful  # type: ignore[attr-defined]
+        requests = [request(LONG, 40, budget), request(SHORT, 40, budget)]
+        sinks = await generate_all(world.engine, requests)
+        assert rounds > 9
+        for params, sink in zip(requests, sinks, strict=True):
+            assert sink.token_ids == reference_of(tiny_reference, params)
+
+
+async def test_a_drafter_that_keeps_forgetting_is_given_up(
+    tiny_target: Path, tiny_reference: GreedyReference
+) -> None:
+    async with world_of(tiny_target, noise=0.0) as world:
+        drafts = 0
+
+        def lose(name: str, _: Any) -> None:
+            nonlocal drafts
+            drafts += name == "draft"
+            world.oracle.lose_next = True
+
+        world.stages.before = lose
+        params = request(SHORT, 60, budget=7)
+        (sink,) = await generate_all(world.engine, [params])
+        assert sink.token_ids == reference_of(tiny_reference, params)
+        assert sink.stats is not None
+        assert sink.stats.rounds > 40  # most of it without drafts
+        assert drafts < 20
+
+
+async def test_a_verifier_and_a_drafter_that_forget_at_once(
+    tiny_target: Path, tiny_reference: GreedyReference
+) -> None:
+    verifier = forget(make_verifier(tiny_target), ForgetfulVerifier)
+    async with world_of(tiny_target, verifier=verifier) as world:
+        rounds = 0
+
+        def is_forgetful() -> bool:
+            nonlocal rounds
+            rounds += 1
+            world.oracle.lose_next = rounds in (2, 6)
+            return rounds in (2, 6)
+
+        verifier.is_forgetful = is_forgetful  # type: ignore[attr-defined]
+        (sink,) = await generate_all(world.engine, [request(LONG, 50)])
+        assert sink.token_ids == reference_of(tiny_reference, request(LONG, 50))
+
+
+@pytest.mark.parametrize("prompt", [SHORT, LONG])
+async def test_a_verifier_that_always_forgets_ends_with_unavailable(
+    tiny_target: Path, tiny_reference: GreedyReference, prompt: tuple[int, ...]
+) -> None:
+    verifier = forget(make_verifier(tiny_target), LyingVerifier)
+    async with world_of(tiny_target, verifier=verifier) as world:
+        prefills = 0
+
+        def count(name: str, _: Any) -> None:
+            nonlocal prefills
+            prefills += name == "prefill"
+
+        world.stages.before = count
+        with pytest.raises(Unavailable, match="lost the session 4 times; retry later"):
+            await world.engine.generate(request(prompt), CollectingSink())
+        assert prefills <= 4 * 5
+        verifier.__class__ = TargetVerifier
+        (sink,) = await generate_all(world.engine, [request(SHORT)])
+        assert sink.token_ids == reference_of(tiny_reference, request(SHORT))
+
+
+# --- too little room
+
+
+async def test_a_pool_too_small_for_one_sequence_is_said(tiny_target: Path) -> None:
+    small = make_verifier(tiny_target, kv_cache_bytes=25_000, max_nodes=8)  # 48 slots
+    async with world_of(tiny_target, verifier=small) as world:
+        with pytest.raises(ResourceExhausted, match=r"cannot hold 58 tokens; .* larger kv_cache_mib"):
+            await world.engine.generate(request(LONG[:50], 8, budget=8), CollectingSink())
+
+
+async def test_a_pool_too_small_for_all_serves_them_in_turn(
+    tiny_target: Path, tiny_reference: GreedyReference
+) -> None:
+    small = make_verifier(tiny_target, kv_cache_bytes=60_000, max_nodes=8)  # room for two of them
+    async with world_of(tiny_target, verifier=small) as world:
+        requests = [request(LONG[: 5 + n], 20, budget=n % 9) for n in range(9)]
+        sinks = [CollectingSink() for _ in requests]
+        began: list[int] = []
+        for number, sink in enumerate(sinks):
+            sink._on_emit = lambda number=number, sink=sink: len(sink.deltas) == 1 and began.append(number)
+        await asyncio.gather(*(world.begin(*pair) for pair in zip(requests, sinks, strict=True)))
+        for params, sink in zip(requests, sinks, strict=True):
+            assert sink.token_ids == reference_of(tiny_reference, params)
+        assert began == sorted(began), "a waiting sequence never overtakes"
+
+
+async def test_more_sequences_than_places_all_finish(
+    tiny_target: Path, tiny_reference: GreedyReference
+) -> None:
+    async with world_of(tiny_target, max_sequences=3) as world:
+        requests = [request(LONG[: 1 + 3 * n], 10 + n) for n in range(12)]
+        for params, sink in zip(requests, await generate_all(world.engine, requests), strict=True):
+            assert sink.token_ids == reference_of(tiny_reference, params)
+
+
+async def test_a_full_queue_refuses(tiny_target: Path, tiny_reference: GreedyReference) -> None:
+    async with world_of(tiny_target, max_sequences=2, max_waiting=3) as world:
+        sinks = [CollectingSink() for _ in range(9)]
+        outcomes = await asyncio.gather(
+            *(world.begin(request(SHORT), sink) for sink in sinks), return_exceptions=True
+        )
+        refused = [outcome for outcome in outcomes if outcome is not None]
+        assert [type(outcome) for outcome in refused] == [ResourceExhausted] * 4
+        assert all("retry" in str(outcome) for outcome in refused)
+        expected = reference_of(tiny_reference, request(SHORT))
+        assert [sink.token_ids for sink in sinks] == [expected] * 5 + [[]] * 4
+
+
+async def test_errors_are_ours(tiny_target: Path) -> None:
+    async with world_of(tiny_target) as world:
+
+        def fail(name: str, _: Any) -> None:
+            if name == "verify":
+                raise ZeroDivisionError("whatever")
+
+        world.stages.before = fail
+        with pytest.raises(DDTreeError, match="^UNAVAILABLE: .*whatever"):
+            await world.engine.generate(request(SHORT), CollectingSink())
