@@ -1,0 +1,124 @@
+"""The scheduler's order and bounds, step by step, without any stage."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ddtree.errors import ResourceExhausted
+from ddtree.scheduler import Live, Scheduler
+from ddtree.sequence import SequenceState
+from tests.fakes.lives import make_live
+
+Steps = list[tuple[int, int]]
+
+
+def scheduler_of(*lives: Live, **limits: int) -> Scheduler:
+    scheduler = Scheduler(**{"max_sequences": 2, "max_waiting": 8, "prefill_chunk": 10, **limits})
+    for live in lives:
+        scheduler.add(live)
+    return scheduler
+
+
+def some(count: int, **options: Any) -> list[Live]:
+    return [make_live(number, **options) for number in range(count)]
+
+
+def finish_prefill(live: Live) -> None:
+    live.committed = live.to_commit
+    live.sequence.state = SequenceState.DECODING
+    live.sequence.append([7])
+
+
+def test_places_are_given_by_arrival() -> None:
+    lives = some(4)
+    scheduler = scheduler_of(*lives)
+    assert (scheduler.num_running, scheduler.num_waiting, list(scheduler)) == (0, 4, lives)
+    scheduler.admit()
+    assert (scheduler.num_running, scheduler.num_waiting) == (2, 2)
+    scheduler.remove(lives[0])
+    scheduler.admit()
+    assert list(scheduler) == [lives[1], lives[2], lives[3]]
+    assert scheduler.running == (lives[1], lives[2])
+
+
+def test_one_chunk_of_ids_is_shared_in_order() -> None:
+    lives = [make_live(0, prompt=4), make_live(1, prompt=25)]
+    scheduler = scheduler_of(*lives)
+    scheduler.admit()
+    chunks: list[Steps] = []
+    while batch := scheduler.prefill_batch():
+        chunks.append([(live.sequence.session_id, count) for live, count in batch])
+        for live, count in batch:
+            live.committed += count
+            if live.committed == live.to_commit:
+                finish_prefill(live)
+    assert chunks == [[(0, 4), (1, 6)], [(1, 10)], [(1, 9)]]
+    assert scheduler.decode_batch() == lives
+
+
+def test_those_who_decode_are_not_prefilled_and_the_reverse() -> None:
+    lives = some(2)
+    scheduler = scheduler_of(*lives)
+    scheduler.admit()
+    finish_prefill(lives[1])
+    assert [live for live, _ in scheduler.prefill_batch()] == [lives[0]]
+    assert scheduler.decode_batch() == [lives[1]]
+
+
+def test_a_reopened_sequence_reads_everything_but_its_root_again() -> None:
+    (live,) = some(1, prompt=6)
+    scheduler = scheduler_of(live)
+    scheduler.admit()
+    finish_prefill(live)
+    live.sequence.append([8, 9], draft_tokens=1)
+    live.committed = 8
+    live.reopen()
+    assert (live.sequence.epoch, live.recoveries, live.committed) == (1, 1, 0)
+    assert scheduler.prefill_batch() == [(live, 8)]
+
+
+def test_the_queue_is_bounded_in_a_burst_too() -> None:
+    scheduler = scheduler_of(*some(5), max_sequences=2, max_waiting=3)
+    with pytest.raises(ResourceExhausted, match="0 sequences are running and 5 are waiting"):
+        scheduler.add(make_live(9))
+    scheduler.admit()
+    with pytest.raises(ResourceExhausted, match="2 sequences are running and 3 are waiting"):
+        scheduler.add(make_live(9))
+    scheduler.remove(next(iter(scheduler)))
+    scheduler.add(make_live(9))
+
+
+def test_a_postponed_sequence_waits_before_all_that_came_later_until_somebody_ends() -> None:
+    lives = some(5)
+    scheduler = scheduler_of(*lives, max_sequences=4)
+    scheduler.admit()
+    scheduler.postpone(lives[1])
+    scheduler.postpone(lives[2])
+    assert list(scheduler) == [lives[0], lives[3], lives[1], lives[2], lives[4]]
+    assert lives[1].sequence.state is SequenceState.WAITING
+    scheduler.admit()
+    assert scheduler.num_running == 2  # the pool is full: nobody is let in
+    scheduler.remove(lives[3])
+    scheduler.admit()
+    assert scheduler.running == (lives[0], lives[1], lives[2], lives[4])
+
+
+def test_the_last_running_sequence_cannot_be_postponed() -> None:
+    (live,) = some(1, prompt=6, max_tokens=20)
+    scheduler = scheduler_of(live)
+    scheduler.admit()
+    with pytest.raises(ResourceExhausted, match="cannot hold 26 tokens; .*kv_cache_mib"):
+        scheduler.postpone(live)
+    assert scheduler.running == (live,)
+
+
+def test_a_waiting_sequence_that_leaves_frees_no_page() -> None:
+    lives = some(4)
+    scheduler = scheduler_of(*lives, max_sequences=3)
+    scheduler.admit()
+    scheduler.postpone(lives[2])
+    scheduler.remove(lives[3])
+    scheduler.admit()
+    assert scheduler.running == (lives[0], lives[1])
