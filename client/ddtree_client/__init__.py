@@ -17,7 +17,7 @@ from ddtree_client.errors import (
     ServerUnavailableError,
 )
 from ddtree_client.health import Health, ModelHealth
-from ddtree_client.types import Chunk, GenerateOptions, Message, Result, Stats, Tls
+from ddtree_client.types import Chunk, GenerateOptions, Message, Result, Stats, Tls, TokenLogProbs
 
 __all__ = [
     "AsyncClient",
@@ -41,4 +41,5 @@ __all__ = [
     "Stats",
     "Stream",
     "Tls",
+    "TokenLogProbs",
 ]

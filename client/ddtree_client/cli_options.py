@@ -98,7 +98,10 @@ def generation_options(function: _Function) -> _Function:
             click.option("--top-p", type=float),
             click.option("--top-k", type=int),
             click.option("--min-p", type=float),
-            click.option("--seed", type=int),
+            click.option("--seed", type=int, help="Same seed, same answer."),
+            click.option("--repetition-penalty", type=float),
+            click.option("--guided-json", metavar="SCHEMA", help="A JSON schema the answer must match."),
+            click.option("--guided-regex", metavar="REGEX", help="What the whole answer must match."),
         )
     ):
         function = option(function)

@@ -14,7 +14,7 @@ from typing import Any
 from uuid import uuid4
 
 from ddtree_client.errors import DDTreeClientError, IncompleteAnswerError, error_from_status, error_from_text
-from ddtree_client.types import Chunk, GenerateOptions, Result, Stats
+from ddtree_client.types import Chunk, GenerateOptions, Result, Stats, TokenLogProbs
 from ddtree_client.wire import Prompts, ResponseValues, build_request, read_response
 
 
@@ -24,6 +24,7 @@ class _Row:
 
     texts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
+    log_probs: list[TokenLogProbs] = field(default_factory=list)
     output_tokens: int = 0
     first_chunk_tokens: int = 0
     first_token_s: float | None = None
@@ -38,6 +39,7 @@ class _Row:
         new_tokens = len(values.token_ids) if values.output_tokens is None else values.output_tokens
         self.texts.append(values.text)
         self.token_ids.extend(values.token_ids)
+        self.log_probs.extend(values.log_probs)
         self.output_tokens += new_tokens
         self.last_s = now_s
         if self.first_token_s is None and new_tokens > 0:
@@ -64,6 +66,7 @@ class _Row:
                 time_to_first_token_s=self.last_s if self.first_token_s is None else self.first_token_s,
                 total_s=self.last_s,
             ),
+            log_probs=tuple(self.log_probs),
         )
 
 
@@ -126,6 +129,7 @@ class Exchange:
             final=values.finish_reason != "",
             finish_reason=values.finish_reason,
             elapsed_s=now_s,
+            log_probs=values.log_probs,
         )
         if not self.ended:
             return chunk

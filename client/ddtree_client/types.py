@@ -32,17 +32,32 @@ class GenerateOptions(TypedDict, total=False):
     tree_budget: int | None
     """Most draft nodes in a tree, the root not counted; absent or -1: the server chooses."""
     temperature: float | None
-    """0 or absent: greedy."""
+    """0 or absent: greedy. The other settings of sampling are in the server's docs/SAMPLING.md."""
     top_p: float | None
     top_k: int | None
     min_p: float | None
     seed: int | None
+    """Same seed, same answer, however it is drafted; absent: a new one each time."""
     repetition_penalty: float | None
     presence_penalty: float | None
     frequency_penalty: float | None
     logit_bias: Mapping[int, float] | None
     """Added to the logit of a token id."""
     min_tokens: int | None
+    stop_token_ids: Sequence[int] | None
+    """Token ids that end the answer, besides the model's own."""
+    return_log_probs: bool | None
+    """Give the log-probability of every token with its chunk."""
+    num_top_log_probs: int | None
+    """With them, the most probable tokens at each place: 0 to 20."""
+    guided_json: str | Mapping[str, object] | None
+    """A JSON schema that the answer must match. At most one of the four is given."""
+    guided_regex: str | None
+    """A regular expression that the whole answer must match."""
+    guided_grammar: str | None
+    """An EBNF (with ``::=``) or Lark grammar that the answer must match."""
+    guided_choice: Sequence[str] | None
+    """The answer is one of these strings."""
     ignore_eos: bool | None
     """Go on after the model's stop token, to measure with a fixed length."""
 
@@ -60,6 +75,15 @@ class Tls:
 
 
 @dataclass(frozen=True)
+class TokenLogProbs:
+    """Natural log-probabilities of one emitted token."""
+
+    model: float  # by the model, before temperature and everything else
+    drawn: float  # in the distribution it was drawn from; 0 at temperature 0
+    top: tuple[tuple[int, float], ...]  # the model's most probable tokens, (id, log-probability)
+
+
+@dataclass(frozen=True)
 class Chunk:
     """A piece of an answer, as it arrived. The texts of a row's chunks, joined, are the answer."""
 
@@ -69,6 +93,7 @@ class Chunk:
     final: bool  # the row's last chunk
     finish_reason: str  # "stop" | "length" | "cancelled" on the last chunk, "" before
     elapsed_s: float  # since the request was sent
+    log_probs: tuple[TokenLogProbs, ...] = ()  # one per token id, when asked for
 
 
 @dataclass(frozen=True)
@@ -110,3 +135,4 @@ class Result:
     token_ids: tuple[int, ...]
     finish_reason: str
     stats: Stats
+    log_probs: tuple[TokenLogProbs, ...] = ()  # one per token id, when asked for

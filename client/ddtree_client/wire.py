@@ -17,7 +17,7 @@ from tritonclient.grpc import InferResult, service_pb2
 from tritonclient.utils import serialize_byte_tensor
 
 from ddtree_client.errors import InvalidRequestError
-from ddtree_client.types import GenerateOptions, Message
+from ddtree_client.types import GenerateOptions, Message, TokenLogProbs
 
 FINAL_PARAMETER = "triton_final_response"
 
@@ -50,6 +50,13 @@ OPTION_INPUTS: Mapping[str, InputSpec] = {
     "frequency_penalty": InputSpec("frequency_penalty", "FP32"),
     "logit_bias": InputSpec("logit_bias", "BYTES"),
     "min_tokens": InputSpec("min_tokens", "INT32"),
+    "stop_token_ids": InputSpec("stop_token_ids", "INT32"),
+    "return_log_probs": InputSpec("return_log_probs", "BOOL"),
+    "num_top_log_probs": InputSpec("num_top_log_probs", "INT32"),
+    "guided_json": InputSpec("guided_json", "BYTES"),
+    "guided_regex": InputSpec("guided_regex", "BYTES"),
+    "guided_grammar": InputSpec("guided_grammar", "BYTES"),
+    "guided_choice": InputSpec("guided_choice", "BYTES"),
     "ignore_eos": InputSpec("ignore_eos", "BOOL"),
 }
 
@@ -59,6 +66,7 @@ _FIXED_INPUTS = tuple(
     for name in ("stream", "exclude_input_in_output", "return_num_input_tokens", "return_num_output_tokens")
 )
 
+_LIST_OPTIONS = frozenset({"stop", "bad_words", "stop_token_ids", "guided_choice"})
 _DTYPES: Mapping[str, Any] = {"INT32": np.int32, "UINT64": np.uint64, "FP32": np.float32, "BOOL": np.bool_}
 _INTEGER_RANGES = {"INT32": (-(2**31), 2**31 - 1), "UINT64": (0, 2**64 - 1)}
 
@@ -84,6 +92,7 @@ class ResponseValues:
     rounds: int | None  # from here on: of the whole row, on its last chunk
     accepted_draft_tokens: int | None
     draft_tokens: int | None
+    log_probs: tuple[TokenLogProbs, ...] = ()
 
 
 def one_prompt(
@@ -166,6 +175,7 @@ def read_response(response: Any) -> ResponseValues | None:
         rounds=_integer(result, "num_rounds"),
         accepted_draft_tokens=_integer(result, "total_accepted_draft_tokens"),
         draft_tokens=_integer(result, "total_draft_tokens"),
+        log_probs=_log_probs(result),
     )
 
 
@@ -194,7 +204,9 @@ def _serialized(values: list[list[bytes]]) -> bytes:
 def _as_list(option: str, value: Any) -> list[Any]:
     if option == "logit_bias":
         return [json.dumps({str(token): bias for token, bias in value.items()})]
-    if option in ("stop", "bad_words") and not isinstance(value, str):
+    if option == "guided_json" and isinstance(value, Mapping):
+        return [json.dumps(value)]
+    if option in _LIST_OPTIONS and not isinstance(value, str):
         return list(value)
     return [value]
 
@@ -233,6 +245,18 @@ def _messages_json(messages: Sequence[Any]) -> str:
         if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
             raise InvalidRequestError(f'every message needs "role" and "content", got {message!r}')
     return json.dumps([dict(message) for message in messages], ensure_ascii=False)
+
+
+def _log_probs(result: Any) -> tuple[TokenLogProbs, ...]:
+    model, drawn = _flat(result, "output_log_probs").tolist(), _flat(result, "drawn_log_probs").tolist()
+    ids, values = _flat(result, "top_log_prob_ids").tolist(), _flat(result, "top_log_probs").tolist()
+    most = len(ids) // len(model) if model else 0
+    entries = []
+    for place, (own, of_draw) in enumerate(zip(model, drawn, strict=True)):
+        top = slice(place * most, (place + 1) * most)
+        pairs = zip(ids[top], values[top], strict=True)
+        entries.append(TokenLogProbs(own, of_draw, tuple((int(token), value) for token, value in pairs)))
+    return tuple(entries)
 
 
 def _flat(result: Any, name: str) -> Any:

@@ -12,7 +12,7 @@ import pytest
 from tritonclient.grpc import service_pb2
 
 from ddtree_client.errors import InvalidRequestError
-from ddtree_client.types import GenerateOptions
+from ddtree_client.types import GenerateOptions, TokenLogProbs
 from ddtree_client.wire import OPTION_INPUTS, Prompts, build_request, many_prompts, one_prompt, read_response
 
 
@@ -185,6 +185,30 @@ def test_a_response_is_read_whatever_its_shapes() -> None:
     assert (values.row, values.text, values.token_ids, values.finish_reason) == (2, "ö✓", (9, 0), "length")
     assert (values.output_tokens, values.rounds) == (2, 0)
     assert (values.input_tokens, values.draft_tokens, values.accepted_draft_tokens) == (None, None, None)
+
+
+def test_log_probs_are_read_with_and_without_alternatives() -> None:
+    outputs = {
+        "output_ids": ("INT32", [1, 1, 2], struct.pack("<2i", 9, 0)),
+        "output_log_probs": ("FP32", [1, 1, 2], struct.pack("<2f", -0.5, -1.5)),
+        "drawn_log_probs": ("FP32", [1, 1, 2], struct.pack("<2f", -0.25, 0.0)),
+    }
+    values = read_response(response(**outputs))
+    assert values is not None
+    assert values.log_probs == (TokenLogProbs(-0.5, -0.25, ()), TokenLogProbs(-1.5, 0.0, ()))
+    outputs["top_log_prob_ids"] = ("INT32", [1, 2, 2], struct.pack("<4i", 9, 4, 3, 0))
+    outputs["top_log_probs"] = ("FP32", [1, 2, 2], struct.pack("<4f", -0.5, -2.0, -1.0, -1.5))
+    values = read_response(response(**outputs))
+    assert values is not None
+    assert [entry.top for entry in values.log_probs] == [((9, -0.5), (4, -2.0)), ((3, -1.0), (0, -1.5))]
+
+
+def test_grammars_are_sent_as_text() -> None:
+    schema = {"type": "object", "title": "ä"}
+    sent = tensors(one_prompt("a", None, None), {"guided_json": schema, "guided_choice": ["a", "b"]})
+    assert json.loads(sent["guided_json"][2][4:]) == schema
+    assert sent["guided_choice"][1] == [1, 2]
+    assert tensors(one_prompt("a", None, None), {"guided_json": "{}"})["guided_json"][2][4:] == b"{}"
 
 
 def test_broken_utf8_is_shown_not_raised() -> None:

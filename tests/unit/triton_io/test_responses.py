@@ -11,12 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddtree.errors import DDTreeError, Unavailable
+from ddtree.log_probs import TokenLogProbs
 from ddtree.params import GenerationParams
+from ddtree.sampling_spec import SamplingSpec
 from ddtree.sequence import Delta, FinishReason, Stats
 from ddtree.triton_io.responses import Answer, RowSink, delta_outputs, stop_outputs
 
 STATS = Stats(prompt_tokens=4, arrival_ns=0, rounds=2, draft_tokens=8, accepted_tokens=2, emitted_tokens=5)
-ALL = frozenset(delta_outputs(Delta("", (), "stop"), STATS, 0))
+ALWAYS = frozenset(delta_outputs(Delta("", (), "stop"), STATS, 0))
+ALL = ALWAYS | {
+    "output_log_probs", "drawn_log_probs", "cum_log_probs", "top_log_prob_ids", "top_log_probs",
+}  # fmt: skip
 
 
 @dataclass
@@ -66,9 +71,47 @@ def test_every_output_of_a_last_response() -> None:
     }
 
 
+def with_log_probs(*ids: int, reason: FinishReason = "") -> Delta:
+    entries = (TokenLogProbs(-0.5 * token, -0.25, ((token, -0.5), (token + 1, -4.0))) for token in ids)
+    return Delta("x", ids, reason, tuple(entries))
+
+
+def test_log_probs_come_with_their_tokens_and_their_sum_grows() -> None:
+    channel = RecordingChannel()
+    sampling = SamplingSpec(top_log_probs=2, sequence_index=3)
+    _, (sink,) = rows_of(channel, True, sampling=sampling)
+    sink.emit(with_log_probs(1, 2), STATS)
+    sink.emit(with_log_probs(reason="stop"), STATS)
+    first, last = channel.sent
+    assert (first["output_log_probs"], first["drawn_log_probs"]) == ([[[-0.5, -1.0]]], [[[-0.25, -0.25]]])
+    assert (first["cum_log_probs"], last["cum_log_probs"]) == ([[-1.5]], [[-1.5]])
+    assert first["top_log_prob_ids"] == [[[1, 2], [2, 3]]]
+    assert first["top_log_probs"] == [[[-0.5, -4.0], [-0.5, -4.0]]]
+    assert (last["output_log_probs"], last["top_log_probs"]) == ([[[]]], [[]])
+    assert first["sequence_index"] == [[3]]
+
+
+def test_log_probs_are_kept_for_the_single_response() -> None:
+    channel = RecordingChannel()
+    _, (sink,) = rows_of(channel, False, sampling=SamplingSpec(top_log_probs=0))
+    sink.emit(with_log_probs(1), STATS)
+    sink.emit(with_log_probs(2, 3, reason="length"), STATS)
+    (sent,) = channel.sent
+    assert sent["output_log_probs"] == [[[-0.5, -1.0, -1.5]]]
+    assert sent["cum_log_probs"] == [[-3.0]]
+    assert "top_log_probs" not in sent
+
+
+def test_nobody_gets_log_probs_unasked() -> None:
+    channel = RecordingChannel()
+    _, (sink,) = rows_of(channel, True)
+    sink.emit(Delta("x", (1,), "stop"), STATS)
+    assert not [name for name in channel.sent[0] if "log_prob" in name]
+
+
 def test_totals_come_only_at_the_end() -> None:
     outputs = delta_outputs(Delta("a", (5,)), STATS, row=0)
-    assert ALL - outputs.keys() == {
+    assert ALWAYS - outputs.keys() == {
         "num_rounds", "total_draft_tokens", "total_accepted_draft_tokens", "acceptance_rate"
     }  # fmt: skip
 
