@@ -85,3 +85,35 @@ def test_neighbours_are_not_correlated() -> None:
 
 def test_it_is_finite_everywhere() -> None:
     assert torch.isfinite(noise([(seed, 0, 0) for seed in range(200)], 5000)).all()
+
+
+def by_hand(seed: int, sequence_index: int, position: int, token: int) -> float:
+    """Integers and `math` alone."""
+    word = 2**32 - 1
+    counter = [token // 4, sequence_index, position & word, position >> 32]
+    key = [seed & word, seed >> 32]
+    for _ in range(10):
+        high, low = divmod(counter[0] * 0xD2511F53, 2**32)
+        other_high, other_low = divmod(counter[2] * 0xCD9E8D57, 2**32)
+        counter = [other_high ^ counter[1] ^ key[0], other_low, high ^ counter[3] ^ key[1], low]
+        key = [(key[0] + 0x9E3779B9) & word, (key[1] + 0xBB67AE85) & word]
+    return -math.log(-math.log((counter[token % 4] + 0.5) / 2**32))
+
+
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_every_device_computes_what_is_computed_by_hand(device: str) -> None:
+    places = [(7, 0, 11), (2**64 - 2, 5, 2**35 + 1), (2**40 + 3, 1, 0)]
+    seeds, indices, positions = (
+        torch.tensor([place[part] - (place[part] >> 63 << 64) for place in places], device=device)
+        for part in range(3)
+    )
+    got = gumbel(seeds, indices, positions, 999).cpu()
+    expected = torch.tensor(
+        [[by_hand(*place, token) for token in range(999)] for place in places], dtype=torch.float64
+    ).float()
+    # One unit in the last place, where a device's logarithm rounds otherwise.
+    assert torch.allclose(got, expected, rtol=2e-7, atol=2e-7)
+    assert (got == expected).float().mean() > 0.999
