@@ -25,16 +25,27 @@ from tests.fakes.pipeline import idle, make_oracle, make_verifier
 Hook = Callable[[str, Any], None]
 
 
+def no_fault(_: str, __: Any) -> None:
+    """Let a call go on."""
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Give the engine its turns until something is so."""
+    for _ in range(20_000):
+        if condition():
+            return
+        await asyncio.sleep(0.001)
+    raise AssertionError("it did not come so far within 20 s")
+
+
 class FaultyStages(InProcessStages):
     """Real stages; `before(operation, request)` is asked first and may raise."""
 
     def __init__(self, verifier: TargetVerifier, drafter: OracleDrafter) -> None:
         super().__init__(verifier, drafter)
-        self.before: Hook = lambda operation, request: None
+        self.before: Hook = no_fault
 
-    async def _ask(
-        self, stage: str, operation: str, call: Callable[..., Any], *arguments: Any
-    ) -> Any:
+    async def _ask(self, stage: str, operation: str, call: Callable[..., Any], *arguments: Any) -> Any:
         def faulty(*given: Any) -> Any:
             self.before(operation, given[0] if given else None)
             return call(*given)
@@ -72,9 +83,7 @@ class World:
         self.verifier = verifier
         self.oracle = make_oracle(folder, noise=noise)
         self.stages = FaultyStages(verifier, self.oracle)
-        self.scheduler = Scheduler(
-            **{"max_sequences": 32, "max_waiting": 64, "prefill_chunk": 16, **limits}
-        )
+        self.scheduler = Scheduler(**{"max_sequences": 32, "max_waiting": 64, "prefill_chunk": 16, **limits})
         self.engine = Engine(
             self.stages, TextCodec.from_folder(folder), scheduler=self.scheduler, feed_chunk=8
         )
@@ -99,7 +108,7 @@ async def world_of(
     await world.engine.start()
     try:
         yield world
-        world.stages.before = lambda operation, request: None
+        world.stages.before = no_fault
         await idle(world.engine)
         world.assert_empty()
     finally:

@@ -1,4 +1,4 @@
-"""A caller goes away: while waiting, prefilling or decoding, by its sink or its task; and a stop of it all."""
+"""A caller goes away while waiting, prefilling or decoding, by its sink or its task; and a stop of it all."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ddtree.params import GenerationParams
 from tests.fakes.collecting_sink import CollectingSink
 from tests.fakes.pipeline import GreedyReference, idle
 from tests.fakes.tiny_models import EOS_ID
-from tests.integration.stage_faults import world_of
+from tests.integration.stage_faults import until, world_of
 
 PROMPT = tuple(b"a prompt of several chunks, each of sixteen tokens at most")
 LONG = GenerationParams(PROMPT, max_tokens=100, tree_budget=4, stop_ids=frozenset({EOS_ID}))
@@ -29,11 +29,6 @@ class Impatient(CollectingSink):
     def is_cancelled(self) -> bool:
         """Whether it was told."""
         return self.has_gone
-
-
-async def until(condition: Any) -> None:
-    while not condition():
-        await asyncio.sleep(0)
 
 
 @pytest.mark.parametrize("after", [1, 2, 5])
@@ -77,14 +72,14 @@ async def test_while_waiting(tiny_target: Path, tiny_reference: GreedyReference)
 @pytest.mark.parametrize("state", ["waiting", "prefilling", "decoding"])
 async def test_the_task_of_generate_is_cancelled(tiny_target: Path, state: str) -> None:
     async with world_of(tiny_target, max_sequences=1) as world:
+        blocker = world.begin(ENDLESS, CollectingSink()) if state == "waiting" else None
+        await asyncio.sleep(0)
+        sink = CollectingSink()
         begun = {
             "waiting": lambda: world.scheduler.num_waiting == 1,
             "prefilling": lambda: world.verifier.usage().sessions == 1,
             "decoding": lambda: bool(sink.deltas),
         }
-        blocker = world.begin(ENDLESS, CollectingSink()) if state == "waiting" else None
-        await asyncio.sleep(0)
-        sink = CollectingSink()
         task = world.begin(ENDLESS, sink)
         await until(begun[state])
         task.cancel()

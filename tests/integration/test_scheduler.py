@@ -109,7 +109,7 @@ def test_the_last_running_sequence_cannot_be_postponed() -> None:
     (live,) = some(1, prompt=6, max_tokens=20)
     scheduler = scheduler_of(live)
     scheduler.admit()
-    with pytest.raises(ResourceExhausted, match="cannot hold 26 tokens; .*kv_cache_mib"):
+    with pytest.raises(ResourceExhausted, match=r"cannot hold 26 tokens; .*kv_cache_mib"):
         scheduler.postpone(live)
     assert scheduler.running == (live,)
 

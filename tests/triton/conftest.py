@@ -49,7 +49,9 @@ def oracle_server(
         log_path=tmp_path_factory.mktemp("log") / "triton.log",
     )
     with triton:
-        yield OracleServer(triton, topology, repository, TextCodec.from_folder(tiny_pair.target), tiny_reference)
+        yield OracleServer(
+            triton, topology, repository, TextCodec.from_folder(tiny_pair.target), tiny_reference
+        )
         report = triton.stop()
     # A request that the server still counts as running would hold its shutdown up to the exit timeout.
     assert (report.exit_code, report.forced, report.orphans_killed) == (0, False, 0)

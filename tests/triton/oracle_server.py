@@ -83,7 +83,9 @@ def _teach_spoken(target: Path) -> None:
 def make_repository(folder: Path, product: Path, topology: str) -> Path:
     """The product's models with the oracle in place of the drafter."""
     ignored = shutil.ignore_patterns("__pycache__")
-    models = ("ddtree",) if topology == "in_process" else ("ddtree", "tree_builder", "target_verifier", "drafter")
+    models = (
+        ("ddtree",) if topology == "in_process" else ("ddtree", "tree_builder", "target_verifier", "drafter")
+    )
     for model in models:
         shutil.copytree(product / model, folder / model, ignore=ignored)
     shutil.copytree(REPOSITORIES / topology, folder, ignore=ignored, dirs_exist_ok=True)

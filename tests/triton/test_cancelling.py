@@ -110,7 +110,7 @@ def test_stop_with_the_requests_id(oracle_server: OracleServer) -> None:
         assert [r.outputs["finish_reason"].item() for r in received] == [b""] * (len(received) - 1) + [
             b"cancelled"
         ]
-        # What was held back when it was stopped comes with the last response: nothing is lost of what was said.
+        # What was held back comes with the last response: nothing is lost of what was said.
         ids = [t for r in received for t in r.outputs["output_ids"][0][0].tolist()]
         assert joined(received) == oracle_server.codec.decode(ids)
         client.stop_stream()
@@ -141,7 +141,9 @@ def test_a_missed_deadline(oracle_server: OracleServer) -> None:
     assert oracle_server.rounds() - before < 4 * SOON
 
 
-def test_half_of_sixteen_streams_go_away_and_the_others_are_not_disturbed(oracle_server: OracleServer) -> None:
+def test_half_of_sixteen_streams_go_away_and_the_others_are_not_disturbed(
+    oracle_server: OracleServer,
+) -> None:
     expected = oracle_server.reference(PROMPT, 50)
 
     def read(number: int) -> list[int]:

@@ -77,7 +77,7 @@ class Reference:
         return self._generate([prompt], [[1] * len(prompt)])[0]
 
     def agrees(self, index: int, ids: list[int]) -> bool:
-        """Whether the ids are what `generate` gives; the last bits of a padded batch may tip a close choice."""
+        """Whether the ids are what `generate` gives; padding's last bits may tip a close choice."""
         return ids == self._together[index] or ids == self.alone(index)
 
     def _generate(self, ids: list[list[int]], mask: list[list[int]]) -> list[list[int]]:
@@ -89,7 +89,9 @@ class Reference:
             pad_token_id=self._end,
         )
         answers = output[:, len(ids[0]) :].tolist()
-        return [answer[: answer.index(self._end) + 1] if self._end in answer else answer for answer in answers]
+        return [
+            answer[: answer.index(self._end) + 1] if self._end in answer else answer for answer in answers
+        ]
 
 
 @pytest.fixture(scope="module")

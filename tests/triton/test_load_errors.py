@@ -1,4 +1,4 @@
-"""A checkpoint that cannot be served stops the server at load, with one line: which file, what was expected."""
+"""A checkpoint that cannot be served stops the server at load with one line: file and expectation."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def missing_target(pair: TinyPair, folder: Path) -> Broken:
     return Broken(nowhere, pair.draft, (str(nowhere), "folder"))
 
 
-def missing_draft_file(pair: TinyPair, folder: Path) -> Broken:
+def missing_draft_file(pair: TinyPair, _: Path) -> Broken:
     (pair.draft / "model.safetensors").unlink()
     return Broken(pair.target, pair.draft, (f"{pair.draft}/model.safetensors: expected the draft's weights",))
 
 
-def draft_as_target(pair: TinyPair, folder: Path) -> Broken:
+def draft_as_target(pair: TinyPair, _: Path) -> Broken:
     return Broken(pair.draft, pair.draft, (str(pair.draft), "draft", "swapped"))
 
 
@@ -46,12 +46,14 @@ def draft_of_another_target(pair: TinyPair, folder: Path) -> Broken:
     return Broken(pair.target, other, says)
 
 
-def truncated_target(pair: TinyPair, folder: Path) -> Broken:
+def truncated_target(pair: TinyPair, _: Path) -> Broken:
     truncate(pair.target / "model.safetensors")
-    return Broken(pair.target, pair.draft, (f"target: {pair.target}/model.safetensors is not a whole safetensors file",))
+    return Broken(
+        pair.target, pair.draft, (f"target: {pair.target}/model.safetensors is not a whole safetensors file",)
+    )
 
 
-def weights_of_another_shape(pair: TinyPair, folder: Path) -> Broken:
+def weights_of_another_shape(pair: TinyPair, _: Path) -> Broken:
     config = pair.target / "config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "intermediate_size": 48}))
     return Broken(pair.target, pair.draft, (f"in {pair.target}", "mlp.down_proj.weight [32, 48] is [32, 64]"))
@@ -70,7 +72,10 @@ BREAKS = [
 
 def start_error(product: Path, broken: Broken, pair: TinyPair, topology: str) -> str:
     """What the failed start of the product's own models says."""
-    env = pair.environment(topology) | {"DDTREE_TARGET": str(broken.target), "DDTREE_DRAFT": str(broken.draft)}
+    env = pair.environment(topology) | {
+        "DDTREE_TARGET": str(broken.target),
+        "DDTREE_DRAFT": str(broken.draft),
+    }
     model = "ddtree" if topology == "in_process" else "drafter"  # loading the others only takes time
     with pytest.raises(ServerStartError) as caught, LocalTriton(product, load_models=[model], env=env):
         pass
@@ -78,7 +83,9 @@ def start_error(product: Path, broken: Broken, pair: TinyPair, topology: str) ->
 
 
 @pytest.mark.parametrize("broken_by", BREAKS, ids=lambda break_it: break_it.__name__)
-def test_in_process(project_root: Path, tmp_path: Path, broken_by: Callable[[TinyPair, Path], Broken]) -> None:
+def test_in_process(
+    project_root: Path, tmp_path: Path, broken_by: Callable[[TinyPair, Path], Broken]
+) -> None:
     pair = TinyPair.make(tmp_path)
     broken = broken_by(pair, tmp_path)
     message = start_error(project_root / "model_repository", broken, pair, "in_process")

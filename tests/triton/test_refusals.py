@@ -48,8 +48,16 @@ PROMPTS = "exactly one of text_input, input_ids and messages is the prompt"
 BAD = [
     Bad("empty text", {"text_input": text("")}, ("text_input", "must not be empty", "got b''")),
     Bad("empty ids", {"input_ids": ids()}, ("input_ids", "must not be empty", "got no ids")),
-    Bad("no ids by length", {"input_ids": ids(5), "input_lengths": ints(0)}, ("input_ids", "must not be empty")),
-    Bad("empty messages", {"messages": text("[]")}, ("messages", "a list of one message or more", "empty list")),
+    Bad(
+        "no ids by length",
+        {"input_ids": ids(5), "input_lengths": ints(0)},
+        ("input_ids", "must not be empty"),
+    ),
+    Bad(
+        "empty messages",
+        {"messages": text("[]")},
+        ("messages", "a list of one message or more", "empty list"),
+    ),
     Bad("no prompt", {"max_tokens": ints(3)}, (PROMPTS, "got none of them")),
     Bad("two prompts", asks(input_ids=ids(5)), (PROMPTS, "got text_input and input_ids")),
     Bad(
@@ -58,8 +66,12 @@ BAD = [
         ("prompt of 400 tokens and max_tokens of 113", CONTEXT),
     ),
     Bad("prompt over the context", {"text_input": text("a" * 600)}, ("prompt of 600 tokens", CONTEXT)),
-    Bad("10 MB", {"text_input": text("a" * 10_000_000)}, ("text_input", "8192 bytes at most", "got 10000000")),
-    Bad("10 MB of messages", {"messages": text("a" * 10_000_000)}, ("messages", "8192 bytes", "got 10000000")),
+    Bad(
+        "10 MB", {"text_input": text("a" * 10_000_000)}, ("text_input", "8192 bytes at most", "got 10000000")
+    ),
+    Bad(
+        "10 MB of messages", {"messages": text("a" * 10_000_000)}, ("messages", "8192 bytes", "got 10000000")
+    ),
     Bad("10 MB of ids", {"input_ids": ids(*[7] * 2_500_000)}, ("prompt of 2500000 tokens", CONTEXT)),
     Bad("no tokens wanted", asks(max_tokens=ints(0)), ("max_tokens", "must be above 0", "got 0")),
     Bad("fewer than none wanted", asks(max_tokens=ints(-7)), ("max_tokens", "must be above 0", "got -7")),
@@ -69,7 +81,9 @@ BAD = [
         asks(max_tokens=ints(3), request_output_len=ints(4)),
         ("request_output_len", "is another name of max_tokens", "got 4"),
     ),
-    Bad("temperature", asks(temperature=floats(-0.5)), ("temperature", "must be finite and 0 or more", "-0.5")),
+    Bad(
+        "temperature", asks(temperature=floats(-0.5)), ("temperature", "must be finite and 0 or more", "-0.5")
+    ),
     Bad("temperature nan", asks(temperature=floats(np.nan)), ("temperature", "must be finite", "got nan")),
     Bad("top_p above", asks(top_p=floats(1.5)), ("top_p", "must be in [0, 1]", "got 1.5")),
     Bad("top_p below", asks(top_p=floats(-0.25)), ("top_p", "must be in [0, 1]", "got -0.25")),
@@ -85,7 +99,9 @@ BAD = [
         ("input_ids[2]", f"must be in the vocabulary [0, {VOCAB_SIZE})", f"got {VOCAB_SIZE}"),
     ),
     Bad("id below", {"input_ids": ids(-1)}, ("input_ids[0]", "must be in the vocabulary", "got -1")),
-    Bad("end id", asks(end_id=ints(VOCAB_SIZE)), ("end_id", "must be in the vocabulary", f"got {VOCAB_SIZE}")),
+    Bad(
+        "end id", asks(end_id=ints(VOCAB_SIZE)), ("end_id", "must be in the vocabulary", f"got {VOCAB_SIZE}")
+    ),
     Bad("no UTF-8", {"text_input": raw(b"a\xff\xfe")}, ("text_input", "must be UTF-8", r"got b'\xff\xfe'")),
     Bad(
         "stop word of no UTF-8",
@@ -93,7 +109,9 @@ BAD = [
         ("stop_words[1]", "must be UTF-8", r"got b'\xc3'"),
     ),
     Bad(
-        "empty stop word", asks(stop_words=raw(b"", b"x")), ("stop_words[0]", "must have 1 to 256 bytes", "got 0")
+        "empty stop word",
+        asks(stop_words=raw(b"", b"x")),
+        ("stop_words[0]", "must have 1 to 256 bytes", "got 0"),
     ),
     Bad("messages that are none", {"messages": text("{")}, ("messages", "must be JSON")),
     Bad(
@@ -106,7 +124,11 @@ BAD = [
         {"text_input": text("a", "b", "c"), "max_tokens": ints(1, 1, 0)},
         ("row 2: max_tokens", "must be above 0", "got 0"),
     ),
-    Bad("stop without an id", {"stop": flags(True)}, ("stop needs the id of the request to cancel", "got none")),
+    Bad(
+        "stop without an id",
+        {"stop": flags(True)},
+        ("stop needs the id of the request to cancel", "got none"),
+    ),
 ]
 
 
@@ -148,7 +170,9 @@ def complaints(stream: Stream, bad: Bad) -> list[str]:
     return missing
 
 
-def test_every_bad_request_is_refused_and_reaches_no_stage(oracle_server: OracleServer, stream: Stream) -> None:
+def test_every_bad_request_is_refused_and_reaches_no_stage(
+    oracle_server: OracleServer, stream: Stream
+) -> None:
     oracle_server.assert_quiet()  # the engine has started, and asks the stages nothing more
     before = executions(oracle_server)
     wrong = [complaint for bad in BAD for complaint in complaints(stream, bad)]
@@ -165,7 +189,9 @@ def test_other_streams_are_not_disturbed(oracle_server: OracleServer, stream: St
         answers = []
         while not is_over:
             with oracle_server.client() as client:
-                answers.append(list(client.generate(input_ids=prompt, max_tokens=250, tree_budget=4).token_ids))
+                answers.append(
+                    list(client.generate(input_ids=prompt, max_tokens=250, tree_budget=4).token_ids)
+                )
         return answers
 
     with ThreadPoolExecutor(2) as pool:

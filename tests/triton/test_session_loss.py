@@ -34,7 +34,7 @@ def decode_while(server: OracleServer, disturb: Callable[[], None]) -> list[list
     is_over = threading.Event()
 
     def read(budget: int) -> list[list[int]]:
-        answers = []
+        answers: list[list[int]] = []
         with server.client() as client:
             while not is_over.is_set() or not answers:
                 answer = client.generate(
@@ -83,7 +83,7 @@ def test_a_stage_is_reloaded_under_load(oracle_server: OracleServer, stage: str)
     losses = log_of(oracle_server).count("was lost by the verifier")
 
     def reload() -> None:
-        # Triton loads the new copy beside the old one and then changes over, sessions of the old one are gone.
+        # Triton loads the new copy beside the old one and changes over; the old one's sessions are gone.
         with grpc.InferenceServerClient(oracle_server.triton.grpc_url) as client:
             time.sleep(0.3)
             client.load_model(stage)

@@ -55,7 +55,9 @@ def id_rows(*rows: list[int]) -> np.ndarray[Any, Any]:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_deltas_join_to_the_whole_answer_and_to_decoding_its_ids(oracle_server: OracleServer, seed: int) -> None:
+def test_deltas_join_to_the_whole_answer_and_to_decoding_its_ids(
+    oracle_server: OracleServer, seed: int
+) -> None:
     server = oracle_server
     prompt = [*prompt_of(seed), SPARK]
     expected = server.reference(prompt, LONG)
@@ -115,7 +117,9 @@ def test_eight_streams_at_once(oracle_server: OracleServer) -> None:
 
 
 @pytest.mark.parametrize("is_streamed", [True, False])
-def test_rows_are_sequences_of_their_own(oracle_server: OracleServer, stream: Stream, is_streamed: bool) -> None:
+def test_rows_are_sequences_of_their_own(
+    oracle_server: OracleServer, stream: Stream, is_streamed: bool
+) -> None:
     server = oracle_server
     texts, limits = ("a", "The second row", "😀"), (25, 3, 40)
     received = stream.ask(
@@ -135,7 +139,9 @@ def test_rows_are_sequences_of_their_own(oracle_server: OracleServer, stream: St
         assert len(own) == 1 or is_streamed
 
 
-def test_generate_gives_one_response_and_generate_stream_an_event_a_round(oracle_server: OracleServer) -> None:
+def test_generate_gives_one_response_and_generate_stream_an_event_a_round(
+    oracle_server: OracleServer,
+) -> None:
     server = oracle_server
     ask = {"text_input": "Hello", "max_tokens": LONG, "tree_budget": 8}
     expected = server.codec.decode(server.reference(server.codec.encode("Hello"), LONG))
@@ -179,7 +185,9 @@ def test_tensors_of_the_token_dialect(oracle_server: OracleServer, stream: Strea
 
 @pytest.mark.usefixtures("sure_oracle")
 @pytest.mark.parametrize("is_streamed", [True, False])
-def test_nothing_after_a_stop_string_leaks(oracle_server: OracleServer, stream: Stream, is_streamed: bool) -> None:
+def test_nothing_after_a_stop_string_leaks(
+    oracle_server: OracleServer, stream: Stream, is_streamed: bool
+) -> None:
     server, prompt = oracle_server, [*prompt_of(1), SPARK]
     ids = server.reference(prompt, LONG)
     # Tokens 5 and 6 of the answer, when the first round's path goes on to the eighth.

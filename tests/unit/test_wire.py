@@ -33,7 +33,8 @@ DTYPES = {
 }  # fmt: skip
 FULL = {"S": 3, "D": 2, "K": 4, "N": 5, "H": 6, "T": 7, "R": 8}
 EMPTIES = [
-    {"N": 0}, {"D": 0}, {"T": 0}, {"R": 0}, {"S": 0, "T": 0}, {"S": 0, "T": 0, "N": 0, "D": 0, "K": 0, "R": 0},
+    {"N": 0}, {"D": 0}, {"T": 0}, {"R": 0}, {"S": 0, "T": 0},
+    {"S": 0, "T": 0, "N": 0, "D": 0, "K": 0, "R": 0},
 ]  # fmt: skip
 
 
@@ -95,14 +96,17 @@ def test_round_trip(message_type: type, dtype: torch.dtype, sizes: dict[str, int
 def test_names_and_types_are_those_of_the_stage_models_configurations() -> None:
     arrays = encode(make(types.VerifyRequest, FULL, torch.bfloat16))
     assert {name: str(array.dtype) for name, array in arrays.items()} == {
-        "sessions_ids": "int64", "sessions_epochs": "int32", "sessions_lengths": "int32", "root_tokens": "int32",
-        "trees_tokens": "int32", "trees_parents": "int32", "trees_depths": "int32", "trees_counts": "int32",
+        "sessions_ids": "int64", "sessions_epochs": "int32", "sessions_lengths": "int32",
+        "root_tokens": "int32", "trees_tokens": "int32", "trees_parents": "int32",
+        "trees_depths": "int32", "trees_counts": "int32",
     }  # fmt: skip
 
 
 def test_features_cross_as_bytes_and_nothing_of_a_view_is_lost() -> None:
     wide = torch.arange(24, dtype=torch.bfloat16).reshape(4, 6)
-    result = types.FeatureResult(torch.zeros(4, dtype=torch.int32), wide[::2, :4])  # rows that are not contiguous
+    result = types.FeatureResult(
+        torch.zeros(4, dtype=torch.int32), wide[::2, :4]
+    )  # rows that are not contiguous
     arrays = encode(result)
     assert (arrays["features"].dtype, arrays["features"].shape) == (np.uint8, (2, 8))
     assert_equal(decode(types.FeatureResult, arrays, torch.bfloat16), result)
