@@ -14,6 +14,7 @@ import click
 from ddtree_client.cli_bench import bench
 from ddtree_client.cli_chat import chat
 from ddtree_client.cli_health import health
+from ddtree_client.cli_inspect import doctor, inspect
 from ddtree_client.cli_options import (
     Command,
     connection_options,
@@ -63,6 +64,8 @@ def generate(prompt: str, *, as_chat: bool, show_stats: bool, as_json: bool, **v
 cli.add_command(chat)
 cli.add_command(bench)
 cli.add_command(health)
+cli.add_command(inspect)
+cli.add_command(doctor)
 
 
 def main() -> None:

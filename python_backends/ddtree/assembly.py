@@ -43,7 +43,7 @@ def load_drafter(config: ServingConfig) -> Drafter:
     draft = _open_draft(config)
     dtype = loading.resolve_dtype(config.dtype, loading.read_target_config(config.target))
     tables = loading.load_tables(config.target, dtype=dtype, device=loading.choose_device(config.device))
-    return _build_drafter(config, draft, tables.embedding, packed_linear(tables.head))
+    return build_drafter(config, draft, tables.embedding, packed_linear(tables.head))
 
 
 def load_in_process(config: ServingConfig) -> InProcessStages:
@@ -54,7 +54,7 @@ def load_in_process(config: ServingConfig) -> InProcessStages:
     """
     draft = _open_draft(config)
     target = _load_target(config, draft)
-    drafter = _build_drafter(config, draft, target.embedding, target.head)
+    drafter = build_drafter(config, draft, target.embedding, target.head)
     return InProcessStages(_build_verifier(config, draft, target), drafter)
 
 
@@ -91,9 +91,20 @@ def _build_verifier(config: ServingConfig, draft: DraftCheckpoint, target: Targe
     return verifier
 
 
-def _build_drafter(
+def build_drafter(
     config: ServingConfig, draft: DraftCheckpoint, embedding: torch.Tensor, head: torch.nn.Module
 ) -> Drafter:
+    """Build a drafter over tables that its target has loaded.
+
+    Args:
+        config: settings.
+        draft: the draft's checkpoint.
+        embedding: the target's embedding `[V, H]`.
+        head: the target's output head; replaced where the draft brings its own.
+
+    Raises:
+        CheckpointError: the draft brings an embedding that is not the target's, or a map that is none.
+    """
     draft.check_embedding(embedding)
     model = DFlashDraft.load(draft, embedding.dtype, embedding.device).requires_grad_(False)
     if can_pack(embedding.device, embedding.dtype):

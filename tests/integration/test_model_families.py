@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,7 +27,7 @@ SERVED = [name for name in FAMILIES if "rope dynamic" not in name and "some laye
 
 TAPS = {"mask_token_id": MASK_ID, "target_layer_ids": [0, 1, 2]}
 PLAIN = {"vocab_size": VOCAB_SIZE, "num_target_layers": LAYERS}
-SAID_ELSEWHERE = {"mask_token_id": MASK_ID, "aux_hidden_state_layer_ids": [1, 2, 3]}
+SAID_ELSEWHERE: dict[str, Any] = {"mask_token_id": MASK_ID, "aux_hidden_state_layer_ids": [1, 2, 3]}
 DRAFTS: dict[str, Callable[[Path], Path]] = {
     "dflash": lambda folder: write_draft(folder, **PLAIN, dflash_config=TAPS),
     "dflash 2": lambda folder: write_dflash2(folder, **PLAIN, dflash_config=TAPS),

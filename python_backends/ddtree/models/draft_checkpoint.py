@@ -48,6 +48,13 @@ class DraftCheckpoint:
                     tensors[name] = file.get_tensor(name).to(device=device, dtype=dtype)
         return tensors
 
+    def headers(self) -> dict[str, Header]:
+        """Shape and type of every tensor."""
+        found: dict[str, Header] = {}
+        for path in sorted(set(self.files.values())):
+            found |= read_headers(path)
+        return found
+
     def load_head(self, dtype: torch.dtype, device: torch.device) -> DraftHead | None:
         """Read the draft's own output head; None when it uses the target's.
 

@@ -88,7 +88,7 @@ def load_target(folder: Path, *, dtype: torch.dtype, device: torch.device, atten
         CheckpointError: files are missing, truncated, or tensors are missing from them.
     """
     config = read_target_config(folder)
-    _check_files(folder, is_quantised=_is_quantised(config))
+    check_files(folder, is_quantised=has_quantisation(config))
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
             folder,
@@ -124,7 +124,7 @@ def load_tables(folder: Path, *, dtype: torch.dtype, device: torch.device) -> Ta
         CheckpointError: the folder is no target checkpoint, or has no embedding.
     """
     config = read_target_config(folder)
-    files = _check_files(folder, is_quantised=_is_quantised(config))
+    files = check_files(folder, is_quantised=has_quantisation(config))
     embedding = head = None
     for path in files:
         with safe_open(path, framework="pt") as tensors:
@@ -143,12 +143,17 @@ def load_tables(folder: Path, *, dtype: torch.dtype, device: torch.device) -> Ta
     return TargetTables(embedding, embedding if head is None else head.to(device, dtype))
 
 
-def _is_quantised(config: PretrainedConfig) -> bool:
+def has_quantisation(config: PretrainedConfig) -> bool:
+    """Whether the configuration says how the weights are quantised."""
     return getattr(config, "quantization_config", None) is not None
 
 
-def _check_files(folder: Path, *, is_quantised: bool) -> list[Path]:
-    """Give the checkpoint's safetensors files; CheckpointError names the one that is not as it should be."""
+def check_files(folder: Path, *, is_quantised: bool) -> list[Path]:
+    """Give the target's safetensors files.
+
+    Raises:
+        CheckpointError: one is missing or truncated, or its weights are of a type nobody says how to read.
+    """
     files = sorted(folder.glob("*.safetensors"))
     index = folder / "model.safetensors.index.json"
     if index.is_file():

@@ -29,9 +29,14 @@ class Header:
     dtype: str
 
     @property
+    def num_values(self) -> int:
+        """Numbers in the tensor."""
+        return prod(self.shape)
+
+    @property
     def nbytes(self) -> int:
         """Bytes on disk (8-bit floats are the only types not listed)."""
-        return prod(self.shape) * _BITS.get(self.dtype, 8) // 8
+        return self.num_values * _BITS.get(self.dtype, 8) // 8
 
 
 def read_headers(path: Path) -> dict[str, Header]:
