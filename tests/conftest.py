@@ -76,7 +76,7 @@ def demo_target() -> Path:
 @pytest.fixture(scope="session")
 def demo_draft() -> Path:
     """Checkpoint folder of the demo's drafter."""
-    return ROOT / "drafters" / "smollm2-135m-dflash-pilot"
+    return ROOT / "drafters" / "smollm2-135m-dflash"
 
 
 def _started_servers() -> Iterator[StartTriton]:

@@ -14,7 +14,7 @@ from ddtree.models.draft_checkpoint import open_checkpoint
 from tests.fakes.dflash_reference import CPU, OurDrafter, max_difference, public_package
 from tests.fakes.random_draft import write_draft
 
-PILOT = Path(__file__).parents[2] / "drafters" / "smollm2-135m-dflash-pilot"
+DEMO_DRAFT = Path(__file__).parents[2] / "drafters" / "smollm2-135m-dflash"
 SLIDING = ["sliding_attention", "sliding_attention", "full_attention"]
 TOLERANCE = 1e-4
 
@@ -108,8 +108,8 @@ def test_variants_of_the_format_equal_the_public_package(
     assert max_difference(dflash, write_draft(tmp_path, **changes), 2) <= TOLERANCE
 
 
-def test_the_pilot_drafter_equals_the_public_package(dflash: ModuleType) -> None:
-    assert max_difference(dflash, PILOT, 2, rounds=3) <= TOLERANCE
+def test_the_demo_drafter_equals_the_public_package(dflash: ModuleType) -> None:
+    assert max_difference(dflash, DEMO_DRAFT, 2, rounds=3) <= TOLERANCE
 
 
 def test_a_sequence_drafts_the_same_alone_and_packed(tmp_path: Path) -> None:

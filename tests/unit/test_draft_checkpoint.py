@@ -23,7 +23,7 @@ from tests.fakes.random_draft import (
     write_folder,
 )
 
-PILOT = Path(__file__).parents[2] / "drafters" / "smollm2-135m-dflash-pilot"
+DEMO_DRAFT = Path(__file__).parents[2] / "drafters" / "smollm2-135m-dflash"
 FULL = LayerAttention(is_causal=False, window=None)
 
 Tensors = dict[str, torch.Tensor]
@@ -37,8 +37,8 @@ def one_line_of(error: pytest.ExceptionInfo[CheckpointError]) -> str:
     return message
 
 
-def test_the_pilot_checkpoint_is_read() -> None:
-    checkpoint = open_checkpoint(PILOT)
+def test_the_demo_drafter_is_read() -> None:
+    checkpoint = open_checkpoint(DEMO_DRAFT)
     config = checkpoint.config
     assert (config.block_size, config.mask_token_id, config.target_layer_ids) == (16, 16, (1, 8, 14, 20, 27))
     assert config.rope == {"rope_type": "default", "rope_theta": 100000.0}

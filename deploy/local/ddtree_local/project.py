@@ -24,7 +24,7 @@ class Project:
     @property
     def demo_draft(self) -> Path:
         """Checkpoint folder of the demo's drafter."""
-        return self.root / "drafters" / "smollm2-135m-dflash-pilot"
+        return self.root / "drafters" / "smollm2-135m-dflash"
 
     @property
     def demo_target_cache(self) -> Path:
