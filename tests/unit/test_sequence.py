@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ddtree.log_probs import TokenLogProbs
 from ddtree.params import GenerationParams
+from ddtree.sampling_spec import SamplingSpec
 from ddtree.sequence import Delta, Sequence, SequenceState
 from ddtree.text import TextCodec
 from tests.fakes import tokenizers
@@ -60,6 +62,24 @@ def test_a_stop_id_that_has_text_is_not_shown(codec: TextCodec) -> None:
 def test_ignore_eos_goes_on(codec: TextCodec) -> None:
     a, b = letters(codec, "ab")
     assert start(codec, ignore_eos=True).append([a, EOS, b]) == Delta("ab", (a, EOS, b))
+
+
+@pytest.mark.parametrize(
+    ("min_tokens", "text"), [(0, "a"), (1, "a"), (2, "ab|a"), (4, "ab|a"), (5, "ab|ab|a")]
+)
+def test_stop_strings_are_looked_for_after_min_tokens(codec: TextCodec, min_tokens: int, text: str) -> None:
+    """In text that ends within the first tokens, or that begins there, no stop string is found."""
+    sequence = start(codec, stop_strings=("b|",), sampling=SamplingSpec(min_tokens=min_tokens))
+    delta = sequence.append(letters(codec, "ab|ab|ab|"))
+    assert (delta.text, delta.finish_reason) == (text, "stop")
+
+
+def test_log_probs_follow_the_tokens_that_are_kept(codec: TextCodec) -> None:
+    sequence = start(codec)
+    ids = [*letters(codec, "ab"), EOS, *letters(codec, "c")]
+    entries = [TokenLogProbs(-1.0 * place, 0.0) for place in range(4)]
+    assert sequence.append(ids, 4, entries).log_probs == tuple(entries[:3])
+    assert start(codec).append(ids, 4).log_probs == ()
 
 
 def test_max_tokens_is_never_overshot(codec: TextCodec) -> None:
