@@ -52,10 +52,14 @@ def load_in_process(config: ServingConfig) -> InProcessStages:
     Raises:
         CheckpointError: target or draft cannot be used, or do not fit each other.
     """
-    draft = _open_draft(config)
-    target = _load_target(config, draft)
-    drafter = build_drafter(config, draft, target.embedding, target.head)
-    return InProcessStages(_build_verifier(config, draft, target), drafter)
+
+    def load() -> tuple[TargetVerifier, Drafter]:
+        draft = _open_draft(config)
+        target = _load_target(config, draft)
+        drafter = build_drafter(config, draft, target.embedding, target.head)
+        return _build_verifier(config, draft, target), drafter
+
+    return InProcessStages.build(load)
 
 
 def _load_target(config: ServingConfig, draft: DraftCheckpoint) -> TargetModel:

@@ -52,14 +52,40 @@ class DraftStage(Protocol):
         ...
 
 
+def _one_thread() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(1, thread_name_prefix="ddtree-stages")
+
+
 class InProcessStages:
     """Stages of one process; see `Stages`."""
 
-    def __init__(self, verifier: TargetVerifier, drafter: DraftStage, observe: Observe = ignore) -> None:
+    def __init__(
+        self,
+        verifier: TargetVerifier,
+        drafter: DraftStage,
+        observe: Observe = ignore,
+        thread: ThreadPoolExecutor | None = None,
+    ) -> None:
+        """Take the stages and, if they were built on one, the thread that computes."""
         self.verifier = verifier
         self.drafter = drafter
         self.observe = observe
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="ddtree-stages")
+        self._thread = thread or _one_thread()
+
+    @classmethod
+    def build(cls, load: Callable[[], tuple[TargetVerifier, DraftStage]]) -> InProcessStages:
+        """Load the stages on the thread that will run them.
+
+        OpenMP keeps a team of threads for every thread that ever computed, and slows all of them down once
+        there are more than cores: the matmuls of a step took 13 ms instead of 9 after loading elsewhere.
+        """
+        thread = _one_thread()
+        try:
+            verifier, drafter = thread.submit(load).result()
+        except BaseException:
+            thread.shutdown(wait=False)
+            raise
+        return cls(verifier, drafter, thread=thread)
 
     async def describe(self) -> StageInfo:
         """What is loaded, and what the stages hold now."""
