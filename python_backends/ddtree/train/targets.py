@@ -1,0 +1,73 @@
+"""The frozen target in training: loading, context features at the taps, and the tables it lends the drafter.
+
+Only the layers up to the last tap run. This module knows the target's folder; it does not know the drafter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from ddtree.errors import CheckpointError, InvalidArgument
+from ddtree.models.loading import load_target
+from ddtree.train import decode_attention
+
+
+def load_frozen(folder: Path, *, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    """Load a target with the attention that generation and tapping use.
+
+    Raises:
+        CheckpointError: the folder is no usable target.
+    """
+    return load_target(folder, dtype=dtype, device=device, attention=decode_attention.register())
+
+
+class TapReader:
+    """Gives the hidden states at the drafter's taps for whole sequences."""
+
+    def __init__(self, model: PreTrainedModel, taps: Sequence[int], *, compiled: bool = False) -> None:
+        self._taps = tuple(taps)
+        self._captured: dict[int, torch.Tensor] = {}
+        self._decoder = model.get_decoder()
+        layers = getattr(self._decoder, "layers", None)
+        if not isinstance(layers, nn.ModuleList):
+            raise CheckpointError(f"target: {type(model).__name__} has no list of decoder layers to tap")
+        if not self._taps or not all(0 <= tap < len(layers) for tap in self._taps):
+            raise InvalidArgument.of(
+                "taps", f"must be layers 0..{len(layers) - 1}", list(self._taps), "choose other layers"
+            )
+        if compiled:
+            for layer in layers:
+                # All layers share one compiled function; hooks stay outside of it.
+                layer.forward = torch.compile(layer.forward)
+        # Nothing after the last tap is wanted, and the head is most of a small target.
+        self._wanted, self._whole = layers[: max(self._taps) + 1], layers
+
+    @torch.no_grad()
+    def read(
+        self,
+        ids: torch.Tensor,  # [S, n], padding after the sequences' ends
+    ) -> torch.Tensor:
+        """Run the target's layers; gives `[S, n, taps * H]`."""
+        positions = torch.arange(ids.shape[1], device=ids.device).expand(len(ids), -1)
+        self._decoder.layers = self._wanted
+        hooks = [self._whole[tap].register_forward_hook(self._capture(tap)) for tap in self._taps]
+        try:
+            self._decoder(input_ids=ids, position_ids=positions, use_cache=False)
+            return torch.cat([self._captured[tap] for tap in self._taps], -1)
+        finally:
+            for hook in hooks:
+                hook.remove()
+            self._decoder.layers = self._whole
+            self._captured.clear()
+
+    def _capture(self, tap: int) -> Any:
+        def hook(_: nn.Module, __: Any, output: Any) -> None:
+            self._captured[tap] = output[0] if isinstance(output, tuple) else output
+
+        return hook
