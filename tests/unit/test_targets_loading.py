@@ -17,7 +17,9 @@ from transformers import (
     DeepseekV3Config,
     FalconH1Config,
     Gemma3TextConfig,
+    Gemma4TextConfig,
     GPT2Config,
+    Llama4TextConfig,
     LlamaConfig,
     Phi3Config,
     PretrainedConfig,
@@ -171,6 +173,16 @@ REFUSED: dict[str, tuple[Callable[[], PretrainedConfig], str]] = {
     "positions without an end": (
         lambda: BloomConfig(vocab_size=272, hidden_size=32, n_layer=2, n_head=4),
         "expected a decoder-only language model with one attention size for all layers",
+    ),
+    "sizes that differ by layer": (
+        lambda: Gemma4TextConfig(**COMMON, **SLIDING),
+        "with one attention size for all layers ('head_dim' is a per-layer attribute",
+    ),
+    "chunked attention": (
+        lambda: Llama4TextConfig(
+            **COMMON, num_local_experts=2, intermediate_size_mlp=32, attention_chunk_size=8
+        ),
+        "found chunked_attention",
     ),
     "layers under another name": (
         lambda: GPT2Config(vocab_size=272, n_embd=32, n_layer=2, n_head=4),

@@ -32,7 +32,7 @@ def check_target_config(config: Any) -> None:
     try:
         attention_sizes(config)
         context_length(config)
-    except AttributeError as error:
+    except (AttributeError, RuntimeError) as error:  # the latter where sizes differ by layer (Gemma 4)
         reason = " ".join(str(error).split())[:160]
         raise CheckpointError(
             f"expected a decoder-only language model with one attention size for all layers ({reason}), "
