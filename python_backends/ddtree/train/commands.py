@@ -69,9 +69,9 @@ def train(chosen: Namespace) -> Iterator[str]:
     if chosen.steps is None and chosen.minutes is None:
         raise InvalidArgument.of("--steps", "or --minutes must be given", None, "give one of them")
     deadline = None if chosen.pause_after is None else time.monotonic() + 60 * chosen.pause_after
+    sequences, held_out, dropped = _training_data(chosen)
     model = _load(chosen)
     draft, values = _draft_to_train(chosen, model)
-    sequences, held_out, dropped = _training_data(chosen)
     yield (
         f"{len(sequences)} sequences, {sequences.answer_tokens} answer tokens; {len(held_out)} held out; "
         f"{dropped} left out because their prompt overlaps one kept out"

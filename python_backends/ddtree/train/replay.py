@@ -1,8 +1,8 @@
 """Acceptance length of a drafter by replaying answers that the target has given.
 
 Sample-and-match accepts exactly the drafted tokens that the target emits, so for a given answer the rounds
-can be replayed without the target: draft, build the tree, follow the answer. All anchors of an answer are drafted
-at once, then the rounds visit those they need. Trees are the product's own (`ddtree.tree`).
+can be replayed without the target: draft, build the tree, follow the answer. All anchors of an answer are
+drafted at once, then the rounds visit those they need. Trees are the product's own (`ddtree.tree`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Generates with many slots at once: one target step a token, and all that it decides stays on the device.
 
 A slot's next token is *forced* while its script has one, else the target chooses it. So prompts need no
-forward of their own, and a slot that finishes takes the next prompt while the others go on. On CUDA the step is
-one captured graph. This module knows the chat frame's ids, not where prompts come from or answers go.
+forward of their own, and a slot that finishes takes the next prompt while the others go on. On CUDA the step
+is one captured graph. This module knows the chat frame's ids, not where prompts come from or answers go.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from ddtree.train.decode_attention import SlotCache, check_window
 from ddtree.train.prompts import ChatFrame, Prompt
 
 _FREE = -1  # in a script: the target chooses
+_SEED_STRIDE = 1_000_003  # steps before two seeds share noise; torch's CPU generator reads 32 bits of one
 _TURN_TEMPERATURE = 1.0  # of made-up user turns
 
 
@@ -72,7 +73,8 @@ class SlotGenerator:
         self._temperature = torch.zeros(slots, device=self._device)
         self._is_done = torch.ones(slots, dtype=torch.bool, device=self._device)
         self._is_whole = torch.zeros_like(self._is_done)
-        self._seed = torch.full((1,), seed << 32, dtype=torch.int64, device=self._device)
+        first = seed * _SEED_STRIDE % (1 << 31)
+        self._seed = torch.full((1,), first, dtype=torch.int64, device=self._device)
         self._all = torch.arange(slots, device=self._device)
         self._stops = torch.tensor(sorted(frame.stop_ids), device=self._device)
         self._after_turn = torch.tensor((frame.turn_end, *frame.tail), device=self._device)

@@ -109,13 +109,16 @@ class Trainer:
         TrainingState(self.draft.state_dict(), states, self.step, self.seconds).save(self.state_path)
 
     def run(self, sequences: Sequences, held_out: Sequences, deadline: float | None = None) -> bool:
-        """Train to the settings' bounds or until `deadline` (of `time.monotonic`); say whether it is done."""
+        """Train to the settings' bounds or until `deadline` (of `time.monotonic`); say whether it is done.
+
+        Every call takes at least one step, so that repeated short ones come to an end.
+        """
         settings = self.settings
         self._held_out = _few_batches(held_out, settings)
         last = logged = saved = time.monotonic()
         losses: list[torch.Tensor] = []
         for batch in _prefetched(epochs(sequences, settings.shape, seed=settings.seed, skip=self.step)):
-            if self._progress() >= 1 or (deadline is not None and last >= deadline):
+            if self._progress() >= 1:
                 break
             losses.append(self._train_step(batch))
             if len(losses) % 8 == 0:
@@ -129,6 +132,8 @@ class Trainer:
             if now - saved >= settings.save_seconds:
                 self.save()
                 saved = time.monotonic()
+            if deadline is not None and now >= deadline:
+                break
         self.save()
         return self._progress() >= 1
 

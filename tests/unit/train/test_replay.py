@@ -1,0 +1,50 @@
+"""Replaying answers: rounds and tokens counted by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ddtree.train.replay import Acceptance, Answer, Candidates, replay
+
+PROMPT = 2
+A, B, C, X, Y = 10, 11, 12, 90, 91
+
+
+def answer(*tokens: int) -> Answer:
+    return Answer(torch.tensor([1] * PROMPT + list(tokens)), PROMPT)
+
+
+def candidates(count: int, rows: list[list[int]], log_probs: list[float]) -> Candidates:
+    """The same candidates `rows[depth][rank]` at every anchor."""
+    ids = torch.tensor(rows, dtype=torch.int32).expand(count, -1, -1)
+    return Candidates(ids, torch.tensor(log_probs).expand(ids.shape))
+
+
+def test_a_chain_that_is_right_twice_and_then_wrong() -> None:
+    # The first A is prefill's. From it B C hit and X misses, so a round emits B, C and the bonus A; from that
+    # A the same again, and the answer ends.
+    drafted = candidates(6, [[B, X], [C, X], [X, Y]], [-0.1, -3.0])
+    assert replay([answer(A, B, C, A, B, C, A)], [drafted], None) == Acceptance(6, 2)
+
+
+def test_a_stop_inside_the_path_does_not_inflate_the_length() -> None:
+    drafted = candidates(2, [[B, X], [C, X], [X, Y]], [-0.1, -3.0])
+    assert replay([answer(A, B, C)], [drafted], None) == Acceptance(2, 1)
+
+
+@pytest.mark.parametrize(
+    ("budget", "expected"), [(1, Acceptance(6, 6)), (2, Acceptance(6, 3)), (6, Acceptance(6, 2))]
+)
+def test_a_tree_holds_second_choices_when_its_budget_reaches_them(budget: int, expected: Acceptance) -> None:
+    # Best first: X (-0.5), B (-0.9), X-B (-1.0), then B-B and X-Y (-1.4), B-Y.
+    drafted = candidates(6, [[X, B], [B, Y]], [-0.5, -0.9])
+    assert replay([answer(A, B, B, B, B, B, B)], [drafted], budget) == expected
+
+
+def test_answers_are_pooled_and_single_tokens_have_no_round() -> None:
+    drafted = candidates(3, [[B, X], [C, X]], [-0.1, -3.0])
+    none = candidates(0, [[B, X], [C, X]], [-0.1, -3.0])
+    result = replay([answer(A, B, C), answer(A), answer(A, X, X)], [drafted, none, drafted], None)
+    assert result == Acceptance(emitted=2 + 2, rounds=1 + 2)
+    assert result.length == pytest.approx(4 / 3)
