@@ -20,9 +20,21 @@ from ddtree.types import PrefillRequest, PrefillResult, Status, VerifyRequest, V
 from ddtree.verify import TargetVerifier
 from tests.fakes.collecting_sink import CollectingSink
 from tests.fakes.oracle_drafter import OracleDrafter
-from tests.fakes.pipeline import idle, make_oracle, make_verifier
+from tests.fakes.pipeline import GreedyReference, idle, make_oracle, make_verifier
+from tests.fakes.tiny_models import EOS_ID
 
 Hook = Callable[[str, Any], None]
+SHORT, LONG = tuple(b"short"), tuple(b"a prompt of several chunks, each of sixteen tokens at most")
+
+
+def request(prompt: tuple[int, ...], max_tokens: int = 30, budget: int = 12) -> GenerationParams:
+    """A request that ends where transformers would."""
+    return GenerationParams(prompt, max_tokens=max_tokens, tree_budget=budget, stop_ids=frozenset({EOS_ID}))
+
+
+def reference_of(reference: GreedyReference, params: GenerationParams) -> list[int]:
+    """What it must be answered."""
+    return reference(params.prompt_ids, params.max_tokens)
 
 
 def no_fault(_: str, __: Any) -> None:

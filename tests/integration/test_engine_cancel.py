@@ -85,11 +85,13 @@ async def test_the_task_of_generate_is_cancelled(tiny_target: Path, state: str) 
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
+        deltas = len(sink.deltas)
         if blocker is not None:
             await until(lambda: world.scheduler.num_waiting == 0)
             blocker.cancel()
         await idle(world.engine)
         world.assert_empty()
+        assert len(sink.deltas) <= deltas + 3, "nobody waits for the rest"
 
 
 async def test_a_page_freed_by_a_cancel_is_used_by_who_waits(

@@ -10,29 +10,10 @@ from typing import Any
 import pytest
 
 from ddtree.errors import DDTreeError, ResourceExhausted, Unavailable
-from ddtree.params import GenerationParams
 from ddtree.sequence import Delta, Stats
-from ddtree.verify import TargetVerifier
 from tests.fakes.collecting_sink import CollectingSink
 from tests.fakes.pipeline import GreedyReference, generate_all, make_verifier
-from tests.fakes.tiny_models import EOS_ID
-from tests.integration.stage_faults import ForgetfulVerifier, LyingVerifier, no_fault, until, world_of
-
-SHORT, LONG = tuple(b"short"), tuple(b"a prompt of several chunks, each of sixteen tokens at most")
-
-
-def request(prompt: tuple[int, ...], max_tokens: int = 30, budget: int = 12) -> GenerationParams:
-    return GenerationParams(prompt, max_tokens=max_tokens, tree_budget=budget, stop_ids=frozenset({EOS_ID}))
-
-
-def reference_of(reference: GreedyReference, params: GenerationParams) -> list[int]:
-    return reference(params.prompt_ids, params.max_tokens)
-
-
-def forget(verifier: TargetVerifier, kind: type[TargetVerifier]) -> TargetVerifier:
-    """The same verifier with another way to forget: only methods differ."""
-    verifier.__class__ = kind
-    return verifier
+from tests.integration.stage_faults import LONG, SHORT, no_fault, reference_of, request, until, world_of
 
 
 @pytest.mark.parametrize("error", [Unavailable("no answer"), RuntimeError("out of memory")], ids=repr)
@@ -149,89 +130,6 @@ async def test_a_release_that_fails_ends_nothing_but_itself(
         # What could not be told is dropped by the time to live; here the test is the time.
         world.verifier.release([session.session_id for session in world.verifier.sessions])
         world.oracle.release(list(world.oracle._sessions))
-
-
-# --- sessions lost
-
-
-@pytest.mark.parametrize("budget", [0, 12])
-async def test_a_verifier_that_forgets_three_times(
-    tiny_target: Path, tiny_reference: GreedyReference, budget: int
-) -> None:
-    verifier = forget(make_verifier(tiny_target), ForgetfulVerifier)
-    async with world_of(tiny_target, verifier=verifier) as world:
-        rounds = 0
-
-        def is_forgetful() -> bool:
-            nonlocal rounds
-            rounds += 1
-            return rounds in (1, 5, 9)
-
-        verifier.is_forgetful = is_forgetful  # type: ignore[attr-defined]
-        requests = [request(LONG, 40, budget), request(SHORT, 40, budget)]
-        sinks = await generate_all(world.engine, requests)
-        assert rounds > 9
-        for params, sink in zip(requests, sinks, strict=True):
-            assert sink.token_ids == reference_of(tiny_reference, params)
-
-
-async def test_a_drafter_that_keeps_forgetting_is_given_up(
-    tiny_target: Path, tiny_reference: GreedyReference
-) -> None:
-    async with world_of(tiny_target, noise=0.0) as world:
-        drafts = 0
-
-        def lose(name: str, _: Any) -> None:
-            nonlocal drafts
-            drafts += name == "draft"
-            world.oracle.lose_next = True
-
-        world.stages.before = lose
-        params = request(SHORT, 60, budget=7)
-        (sink,) = await generate_all(world.engine, [params])
-        assert sink.token_ids == reference_of(tiny_reference, params)
-        assert sink.stats is not None
-        assert sink.stats.rounds > 40  # most of it without drafts
-        assert drafts < 20
-
-
-async def test_a_verifier_and_a_drafter_that_forget_at_once(
-    tiny_target: Path, tiny_reference: GreedyReference
-) -> None:
-    verifier = forget(make_verifier(tiny_target), ForgetfulVerifier)
-    async with world_of(tiny_target, verifier=verifier) as world:
-        rounds = 0
-
-        def is_forgetful() -> bool:
-            nonlocal rounds
-            rounds += 1
-            world.oracle.lose_next = rounds in (2, 6)
-            return rounds in (2, 6)
-
-        verifier.is_forgetful = is_forgetful  # type: ignore[attr-defined]
-        (sink,) = await generate_all(world.engine, [request(LONG, 50)])
-        assert sink.token_ids == reference_of(tiny_reference, request(LONG, 50))
-
-
-@pytest.mark.parametrize("prompt", [SHORT, LONG])
-async def test_a_verifier_that_always_forgets_ends_with_unavailable(
-    tiny_target: Path, tiny_reference: GreedyReference, prompt: tuple[int, ...]
-) -> None:
-    verifier = forget(make_verifier(tiny_target), LyingVerifier)
-    async with world_of(tiny_target, verifier=verifier) as world:
-        prefills = 0
-
-        def count(name: str, _: Any) -> None:
-            nonlocal prefills
-            prefills += name == "prefill"
-
-        world.stages.before = count
-        with pytest.raises(Unavailable, match="lost the session 4 times; retry later"):
-            await world.engine.generate(request(prompt), CollectingSink())
-        assert prefills <= 4 * 5
-        verifier.__class__ = TargetVerifier
-        (sink,) = await generate_all(world.engine, [request(SHORT)])
-        assert sink.token_ids == reference_of(tiny_reference, request(SHORT))
 
 
 # --- too little room

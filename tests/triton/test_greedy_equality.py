@@ -81,6 +81,16 @@ def test_eight_at_once_with_different_budgets_and_lengths(oracle_server: OracleS
         assert list(result.token_ids) == oracle_server.reference(prompt, max_tokens)
 
 
+def test_eight_at_once_of_one_shape(oracle_server: OracleServer) -> None:
+    # Nothing but the tokens tells these sequences apart: not length, not tree size.
+    source = random.Random(7)
+    work = [(tuple(source.randrange(256) for _ in range(20)), Case("tree", 12), 30) for _ in range(8)]
+    with ThreadPoolExecutor(8) as pool:
+        results = list(pool.map(lambda one: decode(oracle_server, *one), work))
+    for (prompt, _, max_tokens), result in zip(work, results, strict=True):
+        assert list(result.token_ids) == oracle_server.reference(prompt, max_tokens)
+
+
 @pytest.mark.parametrize("case", [Case("tree", DEPTH), Case("chain")], ids=str)
 def test_a_perfect_oracle_is_accepted_in_full_depth_each_round(
     oracle_server: OracleServer, case: Case

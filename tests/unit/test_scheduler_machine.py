@@ -74,15 +74,17 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: any(live.committed == 0 for live in self.scheduler.running))
     @rule(data=st.data())
     def pool_is_full(self, data: Any) -> None:
-        running = self.scheduler.running
-        live = data.draw(st.sampled_from([each for each in running if each.committed == 0]))
-        try:
-            self.scheduler.postpone(live)
-        except ResourceExhausted:
-            assert len(running) == 1
-            self.end(live)
-        else:
-            assert live not in self.scheduler.running
+        new = [live for live in self.scheduler.running if live.committed == 0]
+        chosen = data.draw(st.sets(st.sampled_from(range(len(new))), min_size=1))
+        for live in [new[index] for index in sorted(chosen)]:  # as one call's answer comes
+            was_alone = self.scheduler.num_running == 1
+            try:
+                self.scheduler.postpone(live)
+            except ResourceExhausted:
+                assert was_alone
+                self.end(live)
+            else:
+                assert live not in self.scheduler.running
 
     @precondition(lambda self: bool(self.live))
     @rule(data=st.data())
