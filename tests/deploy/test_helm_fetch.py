@@ -17,9 +17,11 @@ from urllib.parse import parse_qs, unquote, urlsplit
 import pytest
 
 from deploy.helm.ddtree.files import fetch_checkpoints
+from tests.deploy.kube.dockerfile import read_dockerfile
 from tests.deploy.kube.helm import CHART, Rendering, environment
-from tests.deploy.kube.tools import deploy_tools
+from tests.deploy.kube.tools import ROOT, deploy_tools
 
+DOCKERFILE = ROOT / "deploy" / "docker" / "Dockerfile"
 SCRIPT = CHART / "files" / "fetch_checkpoints.py"
 FILES = {
     "config.json": b'{"model_type": "llama"}',
@@ -116,22 +118,24 @@ def store(files: dict[str, bytes], token: str = "") -> Iterator[tuple[str, list[
         server.server_close()
 
 
-def run(arguments: list[str], home: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    """As the container of the Job runs it."""
-    env = {
-        "PATH": os.environ["PATH"],
-        "HOME": str(home),
-        "PYTHONPATH": str(deploy_tools().s3_client),
-        **variables,
-    }
+def image_environment() -> dict[str, str]:
+    """What the image sets for every container, but for where its programs are."""
+    (text,) = [each.text for each in read_dockerfile(DOCKERFILE) if each.name == "ENV"]
+    return dict(word.split("=", 1) for word in text.split() if not word.startswith("PATH="))
+
+
+def run(arguments: list[str], home: Path, name: str, **places: str) -> subprocess.CompletedProcess[str]:
+    """As the container of an example's Job runs it, with this machine's places for some of its variables."""
+    job = Rendering(name).only("Job")["spec"]["template"]["spec"]["containers"][0]
+    env = {**image_environment(), **environment(job), "HOME": str(home), "PATH": os.environ["PATH"]}
+    env.pop("HTTPS_PROXY", None)
+    for variable, inside in (("HF_TOKEN_PATH", MOUNTED), ("AWS_SHARED_CREDENTIALS_FILE", MOUNTED)):
+        assert env.get(variable, inside) == inside
+    env |= {"PYTHONPATH": str(deploy_tools().s3_client), **places}
     return subprocess.run(
         [sys.executable, str(SCRIPT), *arguments],
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=90,
-        check=False,
-    )
+        env=env, capture_output=True, text=True, timeout=90, check=False,
+    )  # fmt: skip
 
 
 def names(folder: Path) -> set[str]:
@@ -139,49 +143,47 @@ def names(folder: Path) -> set[str]:
 
 
 def test_a_gated_model_comes_from_the_hub_with_the_token_file(tmp_path: Path) -> None:
-    job = Rendering("hugging-face-job").only("Job")["spec"]["template"]["spec"]["containers"][0]
-    assert environment(job)["HF_TOKEN_PATH"] == MOUNTED
     token = tmp_path / "token"
-    token.write_text("secret\n")
     folder = tmp_path / "target"
     arguments = ["fetch", f"{folder}=hf://org/model@{COMMIT}"]
     with store(FILES, token="secret") as (address, asked):
-        refused = run(arguments, tmp_path, HF_ENDPOINT=address)
+        places = {"HF_ENDPOINT": address, "HF_TOKEN_PATH": str(token)}
+        refused = run(arguments, tmp_path, "hugging-face-job", **places)
         assert refused.returncode == 1
         assert "check the name, the revision and the token secret" in refused.stderr
         assert not folder.exists()
-        result = run(arguments, tmp_path, HF_ENDPOINT=address, HF_TOKEN_PATH=str(token))
+        token.write_text("secret\n")
+        result = run(arguments, tmp_path, "hugging-face-job", **places)
         assert result.returncode == 0, result.stderr
         assert names(folder) == WANTED | {".complete"}
         assert (folder / "model.safetensors").read_bytes() == FILES["model.safetensors"]
         asked.clear()
-        again = run(arguments, tmp_path, HF_ENDPOINT=address)
+        again = run(arguments, tmp_path, "hugging-face-job", **places)
     assert (again.returncode, again.stderr, asked) == (0, f"{folder} is there\n", [])
 
 
-def test_a_model_comes_from_s3_with_the_credentials_file(tmp_path: Path) -> None:
-    job = Rendering("s3").only("Job")["spec"]["template"]["spec"]["containers"][0]
-    variables = environment(job)
-    assert variables["AWS_SHARED_CREDENTIALS_FILE"] == MOUNTED
-    credentials = tmp_path / "credentials"
-    credentials.write_text("[default]\naws_access_key_id = id\naws_secret_access_key = key\n")
+@pytest.fixture
+def credentials(tmp_path: Path) -> str:
+    path = tmp_path / "credentials"
+    path.write_text("[default]\naws_access_key_id = id\naws_secret_access_key = key\n")
+    return str(path)
+
+
+def test_a_model_comes_from_s3_with_the_credentials_file(tmp_path: Path, credentials: str) -> None:
     folder = tmp_path / "draft"
     with store(FILES) as (address, _):
-        variables |= {"AWS_SHARED_CREDENTIALS_FILE": str(credentials), "AWS_ENDPOINT_URL_S3": address}
-        variables.pop("HOME")
-        result = run(["fetch", f"{folder}=s3://bucket/models/a"], tmp_path, **variables)
+        places = {"AWS_ENDPOINT_URL_S3": address, "AWS_SHARED_CREDENTIALS_FILE": credentials}
+        result = run(["fetch", f"{folder}=s3://bucket/models/a"], tmp_path, "s3", **places)
         assert result.returncode == 0, result.stderr
     assert names(folder) == WANTED | {".complete"}
     assert (folder / "model.safetensors").read_bytes() == FILES["model.safetensors"]
 
 
-def test_an_object_name_cannot_lead_out_of_the_folder(tmp_path: Path) -> None:
-    credentials = {"AWS_ACCESS_KEY_ID": "id", "AWS_SECRET_ACCESS_KEY": "key", "AWS_DEFAULT_REGION": "x"}
+def test_an_object_name_cannot_lead_out_of_the_folder(tmp_path: Path, credentials: str) -> None:
     with store({**FILES, "../../escaped.json": b"{}"}) as (address, _):
-        result = run(
-            ["fetch", f"{tmp_path / 'a' / 'draft'}=s3://bucket/models/a"], tmp_path,
-            AWS_ENDPOINT_URL_S3=address, **credentials,
-        )  # fmt: skip
+        places = {"AWS_ENDPOINT_URL_S3": address, "AWS_SHARED_CREDENTIALS_FILE": credentials}
+        arguments = ["fetch", f"{tmp_path / 'a' / 'draft'}=s3://bucket/models/a"]
+        result = run(arguments, tmp_path, "s3", **places)
     assert result.returncode == 1
     assert "'../../escaped.json' leads out of the folder" in result.stderr
     assert not list(tmp_path.rglob("escaped.json"))
@@ -191,7 +193,8 @@ def test_an_object_name_cannot_lead_out_of_the_folder(tmp_path: Path) -> None:
 def test_what_is_no_checkpoint_is_refused_and_never_marked(tmp_path: Path, missing: str) -> None:
     files = {name: data for name, data in FILES.items() if name != missing}
     with store(files) as (address, _):
-        result = run(["fetch", f"{tmp_path / 'target'}=hf://org/model@main"], tmp_path, HF_ENDPOINT=address)
+        arguments = ["fetch", f"{tmp_path / 'target'}=hf://org/model@main"]
+        result = run(arguments, tmp_path, "hugging-face-job", HF_ENDPOINT=address)
     assert result.returncode == 1
     assert "give a checkpoint in transformers' layout" in result.stderr
     assert not (tmp_path / "target").exists()
@@ -208,6 +211,6 @@ def test_waiting_ends_when_the_marker_is_there(tmp_path: Path, monkeypatch: pyte
 
 
 def test_another_kind_of_address_is_refused(tmp_path: Path) -> None:
-    result = run(["fetch", f"{tmp_path / 'x'}=ftp://host/model"], tmp_path)
+    result = run(["fetch", f"{tmp_path / 'x'}=ftp://host/model"], tmp_path, "s3")
     assert result.returncode == 1
     assert "starts with neither hf:// nor s3://" in result.stderr

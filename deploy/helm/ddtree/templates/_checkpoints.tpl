@@ -105,6 +105,9 @@ env:
     value: /tmp
 {{- if eq .action "fetch" }}
 {{- if eq $c.source "huggingFace" }}
+  # The image switches the hub off for everybody else.
+  - name: HF_HUB_OFFLINE
+    value: "0"
   - name: HF_ENDPOINT
     value: {{ $c.huggingFace.endpoint | quote }}
 {{- if $c.huggingFace.tokenSecret.name }}
