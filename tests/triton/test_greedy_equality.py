@@ -82,13 +82,13 @@ def test_eight_at_once_with_different_budgets_and_lengths(oracle_server: OracleS
 
 
 def test_eight_at_once_of_one_shape(oracle_server: OracleServer) -> None:
-    # Nothing but the tokens tells these sequences apart: not length, not tree size.
-    source = random.Random(7)
-    work = [(tuple(source.randrange(256) for _ in range(20)), Case("tree", 12), 30) for _ in range(8)]
-    with ThreadPoolExecutor(8) as pool:
-        results = list(pool.map(lambda one: decode(oracle_server, *one), work))
-    for (prompt, _, max_tokens), result in zip(work, results, strict=True):
-        assert list(result.token_ids) == oracle_server.reference(prompt, max_tokens)
+    # The prompts fit one prefill chunk together, so that in the first round nothing but the tokens tells the
+    # sequences apart: not their length, not the size of their trees.
+    prompts = [f"{number}abc" for number in range(8)]
+    with oracle_server.client() as client:
+        results = client.generate_many(prompts, max_tokens=30, tree_budget=12)
+    for prompt, result in zip(prompts, results, strict=True):
+        assert list(result.token_ids) == oracle_server.reference(oracle_server.codec.encode(prompt), 30)
 
 
 @pytest.mark.parametrize("case", [Case("tree", DEPTH), Case("chain")], ids=str)
