@@ -47,11 +47,20 @@ class MetricsListener:
         metrics: Metrics,
         *,
         on_change: Callable[[], None] = lambda: None,
+        on_turn: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Take the numbers to fill; `on_change` is called at every event and must be cheap."""
+        """Take the numbers to fill.
+
+        Args:
+            metrics: the numbers.
+            on_change: called at every event; must be cheap.
+            on_turn: called when the first request comes and when the last one ends.
+            clock: seconds, as `RequestWatch.arrived_s` counts them.
+        """
         self._metrics = metrics
         self._on_change = on_change
+        self._on_turn = on_turn
         self._clock = clock
         self._in_hand: dict[RequestWatch, list[Live]] = {}
         self._answered: set[RequestWatch] = set()  # those with a first token
@@ -115,6 +124,8 @@ class MetricsListener:
         self._metrics.sessions(stage).set(usage.sessions)
 
     def _arrived(self, event: RequestArrived) -> None:
+        if not self._in_hand:
+            self._on_turn()
         self._in_hand[event.request] = []
 
     def _queued(self, event: SequenceQueued) -> None:
@@ -126,6 +137,8 @@ class MetricsListener:
     def _ended(self, event: RequestEnded) -> None:
         for live in self._in_hand.pop(event.request):
             self._progress.pop(live.sequence.session_id, None)
+        if not self._in_hand:
+            self._on_turn()
         self._answered.discard(event.request)
         self._metrics.requests(event.outcome).add()
         if event.outcome == "completed":

@@ -1,4 +1,4 @@
-"""Publishes the numbers once a second while anything happens, a few at a time, on the event loop.
+"""Publishes the numbers every second while anything happens, a few at a time, on the event loop.
 
 Everything here runs between the engine's own steps: Triton 2.51 crashes when metrics are updated from two
 threads at once, and a round that waits for a stage leaves the loop time enough. Also asks the stages now and
@@ -11,6 +11,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Protocol
 
 from ddtree.metrics import Metrics
@@ -19,6 +20,7 @@ from ddtree.stages.base import DRAFTER, TARGET_VERIFIER, Stages
 
 _LOG = logging.getLogger(__name__)
 _INTERVAL_S = 1.0
+_SHORTEST_S = 0.1
 _USAGE_S = 5.0
 _SLICE = 4  # updates between two chances for the engine
 
@@ -50,8 +52,9 @@ class MetricsPublisher:
             interval_s: between two publications while anything happens, seconds.
             usage_s: between two questions to the stages, seconds.
         """
-        self._woken = asyncio.Event()
-        self.listener = MetricsListener(metrics, on_change=self._woken.set)
+        self._woken = asyncio.Event()  # by any event
+        self._turned = asyncio.Event()  # from no requests to some, or back
+        self.listener = MetricsListener(metrics, on_change=self._woken.set, on_turn=self._turned.set)
         self._metrics = metrics
         self._exporter = exporter
         self._interval_s = interval_s
@@ -80,13 +83,21 @@ class MetricsPublisher:
                 self._is_settled = is_empty and is_at_rest and not self._woken.is_set()
                 if not self._is_settled:
                     self._ask(stages, is_at_rest=is_at_rest)
-                    await asyncio.sleep(self._interval_s)
+                    await self._pause()
         except Exception as error:  # noqa: BLE001 - requests go on without metrics
             self.listener.stop()
             _LOG.exception("metrics can no longer be published: %s", error)
         finally:
             if self._asking is not None:
                 self._asking.cancel()
+
+    async def _pause(self) -> None:
+        """Wait for the next publication; the first request and the end of the last are told sooner."""
+        shortest_s = min(_SHORTEST_S, self._interval_s)
+        await asyncio.sleep(shortest_s)
+        with suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._turned.wait(), self._interval_s - shortest_s)
+        self._turned.clear()
 
     async def _publish(self) -> None:
         self.listener.refresh()

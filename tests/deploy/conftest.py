@@ -12,6 +12,7 @@ import pytest
 from ddtree.text import TextCodec
 from ddtree_local.server import LocalTriton
 from tests.deploy.prometheus.load import Load, Seen
+from tests.deploy.prometheus.scraping import Scrape, at_rest
 from tests.deploy.prometheus.server import Prometheus
 from tests.fakes.pipeline import GreedyReference
 from tests.triton.oracle_server import OracleServer, TinyPair, make_repository
@@ -20,10 +21,10 @@ RULES = Path(__file__).parents[2] / "deploy" / "helm" / "ddtree" / "rules" / "dd
 # Small enough for the load to fill places, queue and pages.
 TIGHT = {"DDTREE_MAX_SEQUENCES": "5", "DDTREE_MAX_WAITING": "2", "DDTREE_KV_CACHE_MIB": "1"}
 _STREAMS = ((2, 6.0), (9, 12.0), (5, 6.0))  # so many at a time, for so many seconds
-_PROMPTS = [{"input_ids": tuple(range(start, start + 20))} for start in (1, 40, 90, 130)]
+_PROMPTS = [{"input_ids": (start,) * 150} for start in (1, 40, 90, 130)]
 _MODES = (
     {"draft_mode": "tree"}, {"draft_mode": "tree", "tree_budget": 16},
-    {"draft_mode": "tree", "tree_budget": 250},
+    {"draft_mode": "tree", "tree_budget": 250}, {"draft_mode": "tree", "tree_budget": 256},
     {"draft_mode": "chain"}, {"draft_mode": "off"},
 )  # fmt: skip
 
@@ -35,6 +36,7 @@ class Observed:
     server: OracleServer
     prometheus: Prometheus
     seen: Seen
+    reading: Scrape  # of the metrics port, when the load was over
     start: float  # of the load, seconds since the epoch
     end: float
 
@@ -70,7 +72,8 @@ def observed(
                 time.sleep(0.5)
                 server.lose("drafter")
         seen = load.stop()
-        time.sleep(4.0)  # the last publication, and a scrape of it
-        yield Observed(server, prometheus, seen, start, time.time())
+        reading = at_rest(triton.metrics_url)
+        time.sleep(1.5)  # a scrape of the same
+        yield Observed(server, prometheus, seen, reading, start, time.time())
         report = triton.stop()
     assert (report.exit_code, report.forced, report.orphans_killed) == (0, False, 0)

@@ -20,7 +20,9 @@ from ddtree.metrics import Metrics
 from ddtree.metrics_publisher import MetricsPublisher
 from ddtree.request_log import RequestLog
 from ddtree.stages.base import Stages
+from ddtree.tracing import open_tracing
 from ddtree.triton_io.metrics import TritonExporter
+from ddtree.triton_io.trace_context import trace_context_of
 
 _LOG = logging.getLogger(__name__)
 
@@ -32,19 +34,22 @@ class Observability:
         self, model: str, config: ServingConfig, environment: Mapping[str, str] | None = None
     ) -> None:
         """Make every series, at zero; a server without metrics is no error."""
-        del environment
         self._publisher = _publisher(model, config)
+        self._tracing = open_tracing(os.environ if environment is None else environment)
         self._task: asyncio.Task[None] | None = None
         self._stages: Stages | None = None
         self._is_idle: Callable[[], bool] = lambda: True
         listeners: list[Observe] = [RequestLog()]
         if self._publisher is not None:
             listeners.append(self._publisher.listener)
+        if self._tracing is not None:
+            listeners.append(self._tracing)
         self.observe: Observe = Listeners(listeners)
 
     def watch(self, request: Any) -> RequestWatch:
         """Begin to watch a Triton request."""
-        return RequestWatch(request.request_id())
+        context = trace_context_of(request) if self._tracing is not None else {}
+        return RequestWatch(request.request_id(), context)
 
     def attach(self, stages: Stages, is_idle: Callable[[], bool]) -> None:
         """Take what is asked how full it is, and whether the engine has told the stages of every end."""
@@ -62,6 +67,8 @@ class Observability:
             self._task.cancel()
             with suppress(asyncio.CancelledError):
                 await self._task
+        if self._tracing is not None:
+            await asyncio.get_running_loop().run_in_executor(None, self._tracing.close)
 
 
 def _publisher(model: str, config: ServingConfig) -> MetricsPublisher | None:

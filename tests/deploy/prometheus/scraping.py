@@ -1,0 +1,77 @@
+"""What stands on a metrics port, as numbers by name and labels."""
+
+from __future__ import annotations
+
+import re
+import time
+import urllib.request
+from dataclasses import dataclass
+
+_SAMPLE = re.compile(r"^(?P<name>[a-zA-Z_:][\w:]*)(?:\{(?P<labels>.*)\})? (?P<value>\S+)$")
+_LABEL = re.compile(r'(\w+)="([^"]*)"')
+# What must be zero when nothing runs.
+AT_REST = ("ddtree_active_requests", "ddtree_queued_requests", "ddtree_sequences", "ddtree_kv_pages_used",
+           "ddtree_sessions")  # fmt: skip
+_REST_S = 20.0
+_PUBLISHED_S = 0.6  # the end of the last request is published some 0.1 s later, on a quiet machine
+
+
+@dataclass(frozen=True)
+class Scrape:
+    """One reading of a port."""
+
+    text: str
+
+    def has(self, name: str) -> bool:
+        """Whether there is a sample of a name."""
+        return any(sample == name for sample, _, _ in self._samples())
+
+    def total(self, name: str, **labels: str) -> float:
+        """Sum of the samples of a name with these labels; fails when there is none."""
+        found = [
+            value
+            for sample, has, value in self._samples()
+            if sample == name and labels.items() <= has.items()
+        ]
+        assert found, f"no sample of {name} with {labels}"
+        return sum(found)
+
+    def label_names(self) -> dict[str, set[str]]:
+        """Label names by sample name."""
+        names: dict[str, set[str]] = {}
+        for sample, labels, _ in self._samples():
+            names.setdefault(sample, set()).update(labels)
+        return names
+
+    def series(self) -> int:
+        """How many of our own series there are."""
+        return sum(sample.startswith("ddtree_") for sample, _, _ in self._samples())
+
+    def _samples(self) -> list[tuple[str, dict[str, str], float]]:
+        samples = []
+        for line in self.text.splitlines():
+            match = _SAMPLE.match(line)
+            if match is not None:
+                labels = dict(_LABEL.findall(match["labels"] or ""))
+                samples.append((match["name"], labels, float(match["value"])))
+        return samples
+
+
+def scrape(address: str) -> Scrape:
+    """Read the port at `host:port`."""
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
+        return Scrape(answer.read().decode())
+
+
+def at_rest(address: str) -> Scrape:
+    """The first reading that says that nothing runs and nothing is held, of what happened before now."""
+    time.sleep(_PUBLISHED_S)
+    deadline = time.monotonic() + _REST_S
+    while True:
+        reading = scrape(address)
+        # What the stages hold is there once they were asked.
+        busy = {name: reading.total(name) if reading.has(name) else -1 for name in AT_REST}
+        if not any(busy.values()):
+            return reading
+        assert time.monotonic() < deadline, f"after {_REST_S:g} s without requests: {busy}"
+        time.sleep(0.2)
