@@ -178,10 +178,16 @@ def _guess(
             )
         )  # fmt: skip
         known = place
-        guessed, true = chain.tokens[0].tolist(), ids[place + 1 :]
-        agree = [a == b for a, b in zip(guessed, true, strict=False)]
-        lengths.append(1 + (agree.index(False) if False in agree else len(agree)))
+        lengths.append(1 + known_in_a_row(chain.tokens[0].tolist(), ids[place + 1 :]))
     return lengths
+
+
+def known_in_a_row(guessed: Sequence[int], true: Sequence[int]) -> int:
+    """How many of the guesses are right before the first wrong one."""
+    for count, (guess, token) in enumerate(zip(guessed, true, strict=False)):
+        if guess != token:
+            return count
+    return min(len(guessed), len(true))
 
 
 def _ints(values: Sequence[int]) -> torch.Tensor:

@@ -15,6 +15,7 @@ from ddtree.config import ServingConfig
 from ddtree.doctor import Diagnosis, examine
 from ddtree.inspection import Report, inspect_pair
 from ddtree.models.pairing import Verdict
+from ddtree.rehearsal import known_in_a_row
 from tests.fakes.copying_pair import make_copying_draft, make_copying_target
 from tests.fakes.random_draft import write_dflash2, write_draft, write_speculators
 from tests.fakes.target_families import LAYERS, make_family
@@ -138,7 +139,7 @@ def test_swapped_folders_and_a_missing_tokenizer_are_told(target: Path, tmp_path
     draft = write_draft(tmp_path / "draft", **FITTING)
     swapped = broken(inspect_pair(draft, target))
     assert sum("were target and draft swapped?" in detail for detail in swapped) == 2
-    speculators = write_speculators(tmp_path / "speculators")
+    speculators = write_speculators(tmp_path / "speculators", architectures=["DFlashSpeculator"])
     assert any(
         "were target and draft swapped?" in detail for detail in broken(inspect_pair(speculators, draft))
     )
@@ -212,6 +213,12 @@ def test_a_damaged_draft_is_sick_of_nothing_known(copying_target: Path, tmp_path
     assert diagnosis.acceptance_length == pytest.approx(1.0, abs=0.05)
     assert "no known misreading explains it" in diagnosis.finding
     assert len(diagnosis.trials) >= 4
+
+
+def test_only_guesses_before_the_first_wrong_one_count() -> None:
+    assert known_in_a_row([1, 2, 9, 4], [1, 2, 3, 4, 5]) == 2
+    assert known_in_a_row([1, 2], [1, 2, 3]) == known_in_a_row([1, 2, 3], [1, 2]) == 2
+    assert known_in_a_row([9], [1]) == known_in_a_row([], [1]) == 0
 
 
 def test_the_command_decodes_when_asked(

@@ -1,0 +1,68 @@
+"""A DFlash 2 draft through the stage models of a real server: its scores given the parent cross two hops."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from ddtree_client import Client, Result
+from ddtree_local.server import LocalTriton
+from tests.fakes.pipeline import GreedyReference
+from tests.fakes.random_draft import write_dflash2
+from tests.fakes.target_families import LAYERS, make_family
+from tests.fakes.tiny_models import MASK_ID, VOCAB_SIZE
+
+pytestmark = pytest.mark.triton
+
+MODES = (("tree", 24), ("chain", -1), ("tree", -1), ("tree", 5))
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_family(tmp_path_factory.mktemp("target"), "gemma3")
+
+
+@pytest.fixture(scope="module")
+def address(target: Path, tmp_path_factory: pytest.TempPathFactory, project_root: Path) -> Iterator[str]:
+    taps = {"mask_token_id": MASK_ID, "target_layer_ids": [0, 1, 2]}
+    draft = write_dflash2(
+        tmp_path_factory.mktemp("draft"), vocab_size=VOCAB_SIZE, num_target_layers=LAYERS, dflash_config=taps
+    )
+    env = {
+        "DDTREE_TARGET": str(target),
+        "DDTREE_DRAFT": str(draft),
+        "DDTREE_TOPOLOGY": "bls",
+        "DDTREE_DTYPE": "float32",
+        "DDTREE_THREADS": "1",
+        "OMP_NUM_THREADS": "1",
+        "DDTREE_KV_CACHE_MIB": "4",
+    }
+    with LocalTriton(project_root / "model_repository", env=env) as server:
+        yield server.grpc_url
+        report = server.stop()
+    assert (report.exit_code, report.forced, report.orphans_killed) == (0, False, 0)
+
+
+def test_greedy_equals_generate(address: str, target: Path) -> None:
+    """Sliding layers, soft-capped logits and a selector's trees, four sequences at a time."""
+    source = random.Random(8)
+    prompts = [tuple(source.randrange(256) for _ in range(length)) for length in (1, 7, 20, 33)]
+
+    def decode(index: int) -> Result:
+        mode, budget = MODES[index]
+        with Client(address, timeout_s=120.0) as client:
+            return client.generate(
+                input_ids=prompts[index], max_tokens=24, draft_mode=mode, tree_budget=budget
+            )
+
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        results = list(pool.map(decode, range(len(prompts))))
+    reference = GreedyReference(target)
+    for prompt, result in zip(prompts, results, strict=True):
+        assert list(result.token_ids) == reference(prompt, 24)
+    assert results[0].stats.draft_tokens > 10 * results[0].stats.rounds, "trees were drafted"
+    assert results[1].stats.draft_tokens > 2 * results[1].stats.rounds, "chains were drafted"
