@@ -7,14 +7,17 @@ files; what is shown is in `cli_bench`.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from ddtree_client.client import Client
+from ddtree_client.client import Client, Stream
 from ddtree_client.errors import DDTreeClientError
-from ddtree_client.types import GenerateOptions, Stats
+from ddtree_client.types import Chunk, GenerateOptions, Stats
+
+# Gives a stream's chunks, and may look at them as they pass.
+Watch = Callable[[Stream, str], Iterable[Chunk]]
 
 
 @dataclass(frozen=True)
@@ -72,8 +75,17 @@ class Plan:
     concurrency: int  # requests under way at a time
 
 
-def run_variant(client: Client, variant: Variant, plan: Plan, *, on_done: Callable[[], object]) -> Report:
+def unwatched(stream: Stream, _: str) -> Iterable[Chunk]:
+    """The chunks as they are."""
+    return stream
+
+
+def run_variant(
+    client: Client, variant: Variant, plan: Plan, *, on_done: Callable[[], object], watch: Watch = unwatched
+) -> Report:
     """Sends the plan's requests with the variant's draft mode and calls ``on_done`` after each.
+
+    ``watch`` sees the streams of all but the first one, with their draft mode.
 
     A first request warms the server up and is not counted; its error is raised. Later errors are counted.
     """
@@ -84,7 +96,7 @@ def run_variant(client: Client, variant: Variant, plan: Plan, *, on_done: Callab
 
     def one(index: int) -> Sample | str:
         try:
-            return measure(client, plan.prompts[index % len(plan.prompts)], options)
+            return measure(client, plan.prompts[index % len(plan.prompts)], options, watch)
         except DDTreeClientError as error:
             return f"{error.code}: {error.message}"
         finally:
@@ -103,12 +115,14 @@ def run_variant(client: Client, variant: Variant, plan: Plan, *, on_done: Callab
     return report(variant, samples, errors, wall_s)
 
 
-def measure(client: Client, prompt: Mapping[str, Any], options: GenerateOptions) -> Sample:
+def measure(
+    client: Client, prompt: Mapping[str, Any], options: GenerateOptions, watch: Watch = unwatched
+) -> Sample:
     """One request, from sending to the last chunk."""
     gaps: list[float] = []
     before_s: float | None = None
     with client.stream(**prompt, **options) as stream:
-        for chunk in stream:
+        for chunk in watch(stream, options.get("draft_mode") or ""):
             count = len(chunk.token_ids)
             if before_s is not None and count > 0:
                 gaps += [(chunk.elapsed_s - before_s) / count] * count

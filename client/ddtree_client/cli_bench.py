@@ -6,7 +6,8 @@ Reads prompts and prints; the measuring is in `bench`.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from ddtree_client.bench import Plan, Report, Variant, run_variant
+from ddtree_client.bench import Plan, Report, Variant, Watch, run_variant, unwatched
 from ddtree_client.cli_options import (
     DRAFT_MODES,
     Command,
@@ -117,6 +118,14 @@ def variants(draft_modes: Sequence[str], tree_budgets: Sequence[int]) -> tuple[V
 @click.option("--max-tokens", type=int, default=96, show_default=True)
 @click.option("--temperature", type=float, help="Absent or 0: greedy.")
 @click.option("--seed", type=int)
+@click.option(
+    "--metrics-port",
+    type=click.IntRange(1, 65535),
+    help="Serve Prometheus numbers of the requests at http://METRICS_ADDRESS:PORT/metrics meanwhile.",
+)
+@click.option(
+    "--metrics-address", default="127.0.0.1", show_default=True, help="Where --metrics-port listens."
+)
 @click.option("--ignore-eos", is_flag=True, help="Generate --max-tokens tokens in any case.")
 @connection_options
 def bench(
@@ -128,14 +137,16 @@ def bench(
     prompts_file: Path | None,
     as_chat: bool,
     as_json: bool,
+    metrics_port: int | None,
+    metrics_address: str,
     **values: Any,
 ) -> None:
     """Compare draft modes on a running server."""
     texts = BUILT_IN_PROMPTS if prompts_file is None else read_prompts(prompts_file)
     prompts = [prompt_arguments(text, raw=not as_chat) for text in texts]
     plan = Plan(prompts, given_options(values), requests=requests, concurrency=concurrency)
-    with open_client(values) as client:
-        reports = _measure_all(client, variants(draft_modes, tree_budgets), plan)
+    with _watched(metrics_port, metrics_address) as watch, open_client(values) as client:
+        reports = _measure_all(client, variants(draft_modes, tree_budgets), plan, watch)
     if as_json:
         click.echo(json.dumps({"concurrency": concurrency, "modes": [report_object(one) for one in reports]}))
     else:
@@ -151,13 +162,39 @@ def bench(
         raise click.exceptions.Exit(1)
 
 
-def _measure_all(client: Client, to_compare: Sequence[Variant], plan: Plan) -> list[Report]:
+@contextmanager
+def _watched(port: int | None, address: str) -> Iterator[Watch]:
+    """Serve the requests' numbers on a port, if one is given."""
+    if port is None:
+        yield unwatched
+        return
+    try:
+        from ddtree_client.metrics import ClientMetrics, serve_metrics
+    except ImportError:
+        raise click.UsageError(
+            "--metrics-port needs the package prometheus-client; install ddtree-client[metrics]"
+        ) from None
+    metrics = ClientMetrics()
+    try:
+        stop = serve_metrics(metrics, port, address)
+    except OSError as error:
+        raise click.ClickException(
+            f"--metrics-port: cannot listen on {address}:{port} ({error.strerror}); give another port"
+        ) from None
+    try:
+        yield metrics.chunks
+    finally:
+        stop()
+
+
+def _measure_all(client: Client, to_compare: Sequence[Variant], plan: Plan, watch: Watch) -> list[Report]:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     reports = []
     with Progress(*columns, console=Console(stderr=True)) as progress:
         for variant in to_compare:
             task = progress.add_task(variant.label, total=plan.requests)
-            reports.append(run_variant(client, variant, plan, on_done=partial(progress.advance, task)))
+            on_done = partial(progress.advance, task)
+            reports.append(run_variant(client, variant, plan, on_done=on_done, watch=watch))
     return reports
 
 
