@@ -98,9 +98,7 @@ class PathSampler:
         }
         self._penalised = [row for row, state in enumerate(states) if state.output_counts is not None]
         self._penalties = _collect([states[row] for row in self._penalised], device)
-        self._is_constrained = [
-            bool(spec.bad_words or spec.min_tokens or spec.logit_bias) for spec in specs
-        ]
+        self._is_constrained = [bool(spec.bad_words or spec.min_tokens or spec.logit_bias) for spec in specs]
 
     def advance(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
         """Let each of `rows` step to the child that holds its token; `rows` ascend."""

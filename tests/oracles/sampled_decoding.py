@@ -51,6 +51,6 @@ class SampledReference:
 
 def _draw(log_law: list[float], spec: SamplingSpec, position: int) -> int:
     seed = spec.seed if spec.seed < 2**63 else spec.seed - 2**64
-    place = (torch.tensor([number]) for number in (seed, spec.sequence_index, position))
-    noise = gumbel(*place, len(log_law))[0]
+    index, at = torch.tensor([spec.sequence_index]), torch.tensor([position])
+    noise = gumbel(torch.tensor([seed]), index, at, len(log_law))[0]
     return int((torch.tensor(log_law, dtype=torch.float64) + noise).argmax())

@@ -143,7 +143,7 @@ def test_everything_before_the_temperature_is_recomputed_along_the_path(name: st
         before = (
             mine.length,
             list(mine.tail),
-            None if mine.output_counts is None else mine.output_counts.clone(),
+            None if mine.output_counts is None else mine.output_counts.tolist(),
         )
         sampler = PathSampler([state(SamplingSpec(temperature=0.5), [1, 2]), mine], CPU)
         for token in path:
@@ -154,7 +154,7 @@ def test_everything_before_the_temperature_is_recomputed_along_the_path(name: st
         assert torch.allclose(got.softmax(-1), expected.softmax(-1), atol=1e-5)
         counts = mine.output_counts
         assert (mine.length, mine.tail) == before[:2], "walking changed the session"
-        assert counts is None or torch.equal(counts, before[2])
+        assert counts is None or counts.tolist() == before[2]
 
 
 def random_specs(count: int) -> list[SamplingSpec]:
@@ -224,9 +224,9 @@ def test_log_probs_of_mixed_rows_share_a_tensor() -> None:
     entries = log_probs.measure(draws, [0, 1], specs[:2], width)
     (first,), (second,) = (log_probs.read(entries[row : row + 1], specs[row]) for row in (0, 1))
     own, tempered = model[0].log_softmax(-1).tolist(), (model[0] / 2).log_softmax(-1).tolist()
-    assert (first.model, first.drawn) == (pytest.approx(own[2]), pytest.approx(tempered[2]))
-    assert first.top == ((3, pytest.approx(own[3])),)
-    assert (second.model, second.drawn) == (pytest.approx(own[3]), 0.0)
+    assert (first.model, first.drawn) == (own[2], tempered[2])
+    assert first.top == ((3, own[3]),)
+    assert (second.model, second.drawn) == (own[3], 0.0)
     assert [token for token, _ in second.top] == [3, 2, 1]
     assert log_probs.read(torch.zeros(1, 0), specs[2]) == ()
     assert log_probs.width_for(specs[2:]) == 0
