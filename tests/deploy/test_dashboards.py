@@ -17,6 +17,7 @@ from tests.deploy.prometheus.panels import Answered, Panel, ask, load, metric_na
 
 DASHBOARDS = ("serving", "speculation")
 GENERATOR = Path(__file__).parents[2] / "deploy" / "helm" / "dashboards.py"
+OBSERVABILITY = Path(__file__).parents[2] / "docs" / "OBSERVABILITY.md"
 # There is no prefix cache yet: zero is the truth.
 ZERO = {"Prompt tokens from the cache"}
 
@@ -47,6 +48,11 @@ def test_the_files_are_what_their_sources_say() -> None:
         assert path.read_text() == text, (
             f"{path.name} is not up to date; run python deploy/helm/dashboards.py"
         )
+
+
+def test_every_number_is_described() -> None:
+    said = OBSERVABILITY.read_text()
+    assert not [family.name for family in Metrics().families() if f"`{family.name}`" not in said]
 
 
 @pytest.mark.parametrize("name", DASHBOARDS)

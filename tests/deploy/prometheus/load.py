@@ -39,17 +39,16 @@ class Load:
         prompts: Sequence[Mapping[str, Any]],
         *,
         max_tokens: tuple[int, int],
-        cancelled: float = 0.08,
-        invalid: float = 0.05,
+        disturbed_every: int = 8,
         modes: Sequence[Mapping[str, Any]] = _MODES,
     ) -> None:
-        """Take what to ask; `cancelled` and `invalid` are shares of the requests."""
+        """Take what to ask; of `disturbed_every` requests one is invalid and one is left by its caller."""
         self.seen = Seen()
         self.streams = 0  # how many threads may work now
         self._url = url
         self._prompts = prompts
         self._max_tokens = max_tokens
-        self._shares = (cancelled, invalid)
+        self._disturbed_every = disturbed_every
         self._modes = modes
         self._lock = threading.Lock()
         self._is_over = threading.Event()
@@ -72,23 +71,25 @@ class Load:
 
     def _work(self, number: int) -> None:
         source = random.Random(number)
+        turn = number
         with Client(self._url, timeout_s=90.0) as client:
             while not self._is_over.is_set():
                 if number >= self.streams:
                     time.sleep(0.05)
                     continue
-                self._note(self._one(client, source))
+                turn += 1
+                self._note(self._one(client, source, turn % self._disturbed_every))
 
-    def _one(self, client: Client, source: random.Random) -> Seen:
+    def _one(self, client: Client, source: random.Random, turn: int) -> Seen:
         seen = Seen()
-        prompt, draw = source.choice(self._prompts), source.random()
+        prompt = source.choice(self._prompts)
         options = {**source.choice(self._modes), "max_tokens": source.randint(*self._max_tokens)}
         try:
-            if draw < self._shares[1]:
+            if turn == 0:
                 client.generate(**prompt, max_tokens=-4)
             with client.stream(**prompt, **options, ignore_eos=True) as stream:
                 for _ in stream:
-                    if draw > 1 - self._shares[0]:
+                    if turn == self._disturbed_every // 2:
                         seen.outcomes["left"] += 1
                         return seen  # leaving the block cancels
                 stats = stream.result.stats

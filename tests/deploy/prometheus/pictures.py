@@ -38,7 +38,7 @@ def main() -> None:
         local_server(project, pair) as triton,
         Prometheus(Path(folder), triton.metrics_url, interval_s=2) as prometheus,
     ):
-        traffic = Load(triton.grpc_url, prompts, max_tokens=(24, 96), modes=_MODES, cancelled=0.05)
+        traffic = Load(triton.grpc_url, prompts, max_tokens=(24, 96), modes=_MODES, disturbed_every=12)
         start = time.time()
         traffic.run(max(_STREAMS))
         for traffic.streams in _STREAMS:
