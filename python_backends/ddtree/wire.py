@@ -55,9 +55,9 @@ def decode(
             }
             values[name] = decode(kind, inner, feature_dtype)  # type: ignore[arg-type]
         elif kind is torch.Tensor:
-            array = arrays[name]
+            array = np.array(arrays[name])
             is_bytes = name in _FEATURE_FIELDS
-            values[name] = _from_bytes(array, feature_dtype) if is_bytes else torch.from_numpy(np.array(array))
+            values[name] = _from_bytes(array, feature_dtype) if is_bytes else torch.from_numpy(array)
         elif kind == tuple[str, ...]:
             values[name] = tuple(bytes(text).decode() for text in arrays[name])
         else:

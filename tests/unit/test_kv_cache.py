@@ -1,4 +1,4 @@
-"""The page pool: a state machine over reserving, writing, moving and releasing, against plain dictionaries."""
+"""The page pool: a state machine over its verbs, against plain dictionaries."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ NUM_PAGES = 7
 
 def make_pool() -> KvPool:
     return KvPool(
-        SHAPE, budget_bytes=SHAPE.bytes_per_slot * PAGE * NUM_PAGES, page_size=PAGE, device=torch.device("cpu")
+        SHAPE,
+        budget_bytes=SHAPE.bytes_per_slot * PAGE * NUM_PAGES,
+        page_size=PAGE,
+        device=torch.device("cpu"),
     )
 
 
@@ -69,7 +72,9 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.move(pages.slots[torch.tensor(source)], pages.slots[start : start + count])
         before = dict(contents)
         for offset, slot in enumerate(source):
-            contents[start + offset] = before.get(slot, 0.0) if slot in before else self.read_slot(pages, start + offset)
+            contents[start + offset] = (
+                before.get(slot, 0.0) if slot in before else self.read_slot(pages, start + offset)
+            )
 
     def read_slot(self, pages: Pages, slot: int) -> float:
         return float(self.pool.read(0, pages, slot + 1)[0][slot, 0, 0])

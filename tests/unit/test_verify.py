@@ -113,7 +113,9 @@ def test_logits_of_every_node_equal_a_plain_forward_of_its_path(
         assert session is not None
         rows = len(tree) + 1
         depths = torch.cat((torch.zeros(1), batch.depths[index, : rows - 1])).long()
-        segments.append(Segment(start, rows, session.pages, session.length, depths, sees[index, :rows, :rows]))
+        segments.append(
+            Segment(start, rows, session.pages, session.length, depths, sees[index, :rows, :rows])
+        )
         start += rows
     ids = torch.tensor([token for root, tree in zip(roots, trees, strict=True)
                         for token in (root, *(token for token, _ in tree))])  # fmt: skip
@@ -177,7 +179,10 @@ def test_the_cache_after_a_commit_equals_a_fresh_prefill(
 
     committed = [*prompt, root, *truth[:depth]]
     prefill(fresh, 1, committed)
-    stages = [(verifier, verifier.sessions.find(1, 0, len(committed))), (fresh, fresh.sessions.find(1, 0, len(committed)))]
+    stages = [
+        (verifier, verifier.sessions.find(1, 0, len(committed))),
+        (fresh, fresh.sessions.find(1, 0, len(committed))),
+    ]
     caches = []
     for stage, session in stages:
         assert session is not None
@@ -251,7 +256,12 @@ def test_unknown_sessions_are_lost_and_the_others_are_served(verifier: TargetVer
     trees = tree_batch([(5, 0)], [(5, 0)], [(5, 0)], [(5, 0)])
     rows = [(2, 0, 3), (1, 0, 3), (1, 1, 4), (1, 0, 9)]
     result = verify(verifier, rows, [root] * 4, trees)
-    assert result.status.tolist() == [Status.SESSION_LOST, Status.OK, Status.SESSION_LOST, Status.SESSION_LOST]
+    assert result.status.tolist() == [
+        Status.SESSION_LOST,
+        Status.OK,
+        Status.SESSION_LOST,
+        Status.SESSION_LOST,
+    ]
     assert result.features.shape[0] == 1 + int(result.accepted_counts[1])
     nobody = verify(verifier, [(5, 0, 3)], [root], tree_batch([(5, 0)]))
     assert nobody.status.tolist() == [Status.SESSION_LOST]
