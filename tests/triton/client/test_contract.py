@@ -99,7 +99,7 @@ def test_eight_threads_stream_at_the_same_time(client: Client) -> None:
     everybody_streams = threading.Barrier(8)
 
     def read(number: int) -> str:
-        texts = []
+        texts: list[str] = []
         for chunk in client.stream(script(*f"thread {number}", delay_s=0.02)):
             if not texts:
                 everybody_streams.wait(timeout=20)
