@@ -8,9 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import pytest
+import tritonclient.grpc as grpc
 
 from ddtree_client import Result
 from tests.fakes.tiny_models import BLOCK_SIZE
+from tests.triton.echo_server import Stream, ints, one, text
 from tests.triton.oracle_server import OracleServer
 
 pytestmark = pytest.mark.triton
@@ -82,13 +84,24 @@ def test_eight_at_once_with_different_budgets_and_lengths(oracle_server: OracleS
 
 
 def test_eight_at_once_of_one_shape(oracle_server: OracleServer) -> None:
-    # The prompts fit one prefill chunk together, so that in the first round nothing but the tokens tells the
-    # sequences apart: not their length, not the size of their trees.
+    # The prompts fit one prefill chunk together, and chains have as many nodes as trees: in the first round
+    # neither length nor size tells the sequences apart, but their masks differ.
     prompts = [f"{number}abc" for number in range(8)]
-    with oracle_server.client() as client:
-        results = client.generate_many(prompts, max_tokens=30, tree_budget=12)
-    for prompt, result in zip(prompts, results, strict=True):
-        assert list(result.token_ids) == oracle_server.reference(oracle_server.codec.encode(prompt), 30)
+    with grpc.InferenceServerClient(oracle_server.triton.grpc_url) as client:
+        stream = Stream(client)
+        stream.open()
+        received = stream.ask(
+            {
+                "text_input": text(*prompts),
+                "max_tokens": ints(*[30] * 8),
+                "draft_mode": text(*["chain", "tree"] * 4),
+                "tree_budget": ints(*[DEPTH] * 8),
+            }
+        )
+        client.stop_stream()
+    answers = {one(answer, "batch_index"): answer.outputs["output_ids"][0][0].tolist() for answer in received}
+    expected = [oracle_server.reference(oracle_server.codec.encode(prompt), 30) for prompt in prompts]
+    assert [answers[row] for row in range(8)] == expected
 
 
 @pytest.mark.parametrize("case", [Case("tree", DEPTH), Case("chain")], ids=str)

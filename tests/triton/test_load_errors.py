@@ -33,7 +33,7 @@ def missing_target(pair: TinyPair, folder: Path) -> Broken:
 
 def missing_draft_file(pair: TinyPair, _: Path) -> Broken:
     (pair.draft / "model.safetensors").unlink()
-    return Broken(pair.target, pair.draft, (f"{pair.draft}/model.safetensors: expected the draft's weights",))
+    return Broken(pair.target, pair.draft, (f"{pair.draft}/model.safetensors: expected ", "found neither"))
 
 
 def draft_as_target(pair: TinyPair, _: Path) -> Broken:
@@ -48,9 +48,7 @@ def draft_of_another_target(pair: TinyPair, folder: Path) -> Broken:
 
 def truncated_target(pair: TinyPair, _: Path) -> Broken:
     truncate(pair.target / "model.safetensors")
-    return Broken(
-        pair.target, pair.draft, (f"target: {pair.target}/model.safetensors is not a whole safetensors file",)
-    )
+    return Broken(pair.target, pair.draft, (f"target: {pair.target}/model.safetensors", "safetensors file"))
 
 
 def weights_of_another_shape(pair: TinyPair, _: Path) -> Broken:
