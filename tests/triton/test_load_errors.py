@@ -75,7 +75,10 @@ def start_error(product: Path, broken: Broken, pair: TinyPair, topology: str) ->
         "DDTREE_DRAFT": str(broken.draft),
     }
     model = "ddtree" if topology == "in_process" else "drafter"  # loading the others only takes time
-    with pytest.raises(ServerStartError) as caught, LocalTriton(product, load_models=[model], env=env):
+    with (
+        pytest.raises(ServerStartError) as caught,
+        LocalTriton(product, load_models=[model], env=env, log_path=pair.target.parent / "triton.log"),
+    ):
         pass
     return str(caught.value)
 
