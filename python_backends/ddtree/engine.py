@@ -141,12 +141,12 @@ class Engine:
 
     async def _step(self) -> None:
         self._drop_cancelled()
+        await self._release()  # before a waiting sequence asks for the pages of one that ended
         self._scheduler.admit()
         if prefilling := self._scheduler.prefill_batch():
             await self._guard([live for live, _ in prefilling], self._prefill(prefilling))
         if decoding := self._scheduler.decode_batch():
             await self._guard(decoding, self._round(decoding))
-        await self._release()
         await asyncio.sleep(0)  # let requests arrive even when no stage call had to wait
 
     async def _guard(self, batch: list[Live], work: Awaitable[None]) -> None:

@@ -165,6 +165,7 @@ async def test_what_the_sampler_leaves_out_costs_nothing(target: Path) -> None:
     ) as engine:
         await _request(engine, spans.tracing, RequestWatch("a"))
     assert not spans.exporter.get_finished_spans()
+    spans.tracing(RequestArrived(RequestWatch("b")))
     assert not spans.tracing._open
 
 
