@@ -18,8 +18,9 @@ from matplotlib.ticker import FuncFormatter
 from tests.deploy.prometheus.panels import Answered
 
 _COLUMNS = 24
-_COLORS = ["#73bf69", "#f2cc0c", "#8ab8ff", "#ff780a", "#f2495c", "#5794f2", "#b877d9", "#96d98d", "#ffb357",
-           "#c0d8ff", "#ff9830", "#e02f44", "#3274d9", "#a352cc", "#37872d", "#fade2a"]  # fmt: skip
+_CHARACTERS = 190  # of the legend's letters in the whole width
+_COLORS = ["#73bf69", "#f2cc0c", "#5794f2", "#ff780a", "#f2495c", "#b877d9", "#56d9d6", "#c4a57b", "#96d98d",
+           "#ffb357", "#8ab8ff", "#e02f44", "#a352cc", "#37872d", "#fade2a", "#c0d8ff"]  # fmt: skip
 _NAMED = {"red": "#f2495c", "orange": "#ff9830", "blue": "#5794f2", "green": "#73bf69"}
 _BACK, _PANEL, _TEXT, _GRID = "#111217", "#181b1f", "#ccccdc", "#2c3038"
 
@@ -53,16 +54,18 @@ def _draw_panel(figure: Any, each: Answered, box: tuple[float, float, float, flo
     if each.panel.kind == "stat":
         _stat(back, each)
         return
-    axes = figure.add_axes(
-        (left + 0.036, bottom + height * 0.25, width - 0.046, height * 0.6), facecolor=_PANEL
-    )
-    if each.panel.kind == "heatmap":
+    is_heatmap = each.panel.kind == "heatmap"
+    legend = [] if is_heatmap else _legend_rows(each, width)
+    below = 0.13 + 0.075 * len(legend)
+    place = (left + 0.036, bottom + height * below, width - 0.046, height * (0.87 - below))
+    axes = figure.add_axes(place, facecolor=_PANEL)
+    if is_heatmap:
         _heatmap(axes, each)
     else:
         _lines(axes, each)
-        _legend(back, each)
+        _legend(back, legend, width)
     axes.tick_params(colors=_TEXT, labelsize=8, length=0)
-    if each.panel.kind != "heatmap":
+    if not is_heatmap:
         axes.grid(color=_GRID, linewidth=0.6)
     axes.xaxis.set_major_locator(mdates.AutoDateLocator(maxticks=6))  # type: ignore[no-untyped-call]
     axes.xaxis.set_major_formatter(mdates.DateFormatter("%H:%M:%S"))  # type: ignore[no-untyped-call]
@@ -71,17 +74,20 @@ def _draw_panel(figure: Any, each: Answered, box: tuple[float, float, float, flo
 
 
 def _lines(axes: Any, each: Answered) -> None:
-    base: np.ndarray[Any, Any] | None = None
+    moments = sorted({time for _, line in each.series for time in line.times})
+    times = np.array(moments) / 86400
+    base = np.zeros(len(moments))
     top = 0.0
     for number, (_, line) in enumerate(each.series):
         color = _COLORS[number % len(_COLORS)]
-        times = np.array(line.times) / 86400
-        values = np.array(line.values)
+        known = dict(zip(line.times, line.values, strict=True))
+        values = np.array([known.get(moment, math.nan) for moment in moments])
+        if each.panel.is_stacked and not np.nan_to_num(values).any():
+            continue  # its line would only cover the one below
         if each.panel.is_stacked:
-            values = np.nan_to_num(values)
-            base = np.zeros_like(values) if base is None or len(base) != len(values) else base
-            axes.fill_between(times, base, base + values, color=color, alpha=0.45, linewidth=0)
-            base = values = base + values
+            values = base + np.nan_to_num(values)
+            axes.fill_between(times, base, values, color=color, alpha=0.45, linewidth=0)
+            base = values
         elif len(each.series) == 1:
             axes.fill_between(times, 0, values, color=color, alpha=0.12, linewidth=0)
         axes.plot(times, values, color=color, linewidth=1.3)
@@ -100,21 +106,25 @@ def _lines(axes: Any, each: Answered) -> None:
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: readable(value, each.panel.unit)))
 
 
-def _legend(back: Any, each: Answered) -> None:
-    """Names and last values, below, in as many lines as there is room for."""
-    entries = []
+def _legend_rows(each: Answered, width: float) -> list[list[tuple[str, str]]]:
+    """Names with their largest values and colors, as many in a row as there is room for."""
+    rows: list[list[tuple[str, str]]] = [[]]
     for number, (name, line) in enumerate(each.series):
-        last = readable(line.numbers[-1], each.panel.unit) if line.numbers else "–"
-        entries.append((f"{name}: {last}", _COLORS[number % len(_COLORS)]))
-    width = back.get_position().width * 175  # characters that fit
-    x, y = 0.02, 0.105
-    for text, color in entries:
-        share = (len(text) + 4) / width
-        if x + share > 1 and x > 0.02:
-            x, y = 0.02, y - 0.075
-        back.text(x, y, "▬", color=color, fontsize=8, va="center")
-        back.text(x + 2.2 / width, y, text, color=_TEXT, fontsize=8, va="center")
-        x += share
+        largest = readable(max(line.numbers), each.panel.unit) if line.numbers else "–"
+        entry = (f"{name}  {largest}", _COLORS[number % len(_COLORS)])
+        if sum(len(text) + 5 for text, _ in [*rows[-1], entry]) > width * _CHARACTERS and rows[-1]:
+            rows.append([])
+        rows[-1].append(entry)
+    return rows
+
+
+def _legend(back: Any, rows: list[list[tuple[str, str]]], width: float) -> None:
+    for number, row in enumerate(rows):
+        x, y = 0.02, 0.045 + 0.075 * (len(rows) - 1 - number)
+        for text, color in row:
+            back.text(x, y, "▬", color=color, fontsize=8, va="center")
+            back.text(x + 2.4 / (width * _CHARACTERS), y, text, color=_TEXT, fontsize=8, va="center")
+            x += (len(text) + 5) / (width * _CHARACTERS)
 
 
 def _stat(back: Any, each: Answered) -> None:

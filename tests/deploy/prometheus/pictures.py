@@ -1,7 +1,7 @@
 """Draws the dashboards for the documentation: `python -m tests.deploy.prometheus.pictures docs/img`.
 
-The demo pair behind a real Triton, six minutes of requests that come and go, a real Prometheus, and what its
-dashboards then show. The numbers are those of the machine it runs on.
+The demo pair behind a real Triton, six minutes of requests that come and go, a real Prometheus, and what the
+dashboards then show; a legend says the largest values. The numbers are those of the machine it runs on.
 """
 
 from __future__ import annotations
