@@ -48,7 +48,9 @@ class DraftingLoop:
         wanting = [live for live in wanting if live.draft.is_wanted and not live.draft.is_lost]
         if not wanting:
             return [], None
-        result = await self._stages.draft(self._planner.draft(wanting))
+        result = await self._ask(wanting, context_only=False)
+        if result is None:
+            return [], None
         kept = [index for index, live in enumerate(wanting) if self._settle(live, int(result.status[index]))]
         if len(kept) == len(wanting):
             return wanting, result
@@ -74,9 +76,20 @@ class DraftingLoop:
         ]
         if not owing:
             return
-        result = await self._stages.draft(self._planner.draft(owing, context_only=True))
-        for index, live in enumerate(owing):
-            self._settle(live, int(result.status[index]))
+        result = await self._ask(owing, context_only=True)
+        if result is not None:
+            for index, live in enumerate(owing):
+                self._settle(live, int(result.status[index]))
+
+    async def _ask(self, lives: Sequence[Live], *, context_only: bool) -> DraftResult | None:
+        """Call the drafter; when it fails it counts as having lost these sequences: none of them ends."""
+        try:
+            return await self._stages.draft(self._planner.draft(lives, context_only=context_only))
+        except Exception as error:  # noqa: BLE001 - whatever broke, a plain round gives the right answer
+            _LOG.warning("a round without drafts: %s", error)
+            for live in lives:
+                self._settle(live, Status.SESSION_LOST)
+            return None
 
     def _settle(self, live: Live, status: int) -> bool:
         """Note what became of a delivery; gives whether the drafter has the sequence."""

@@ -17,7 +17,7 @@ from tests.integration.stage_faults import LONG, SHORT, no_fault, reference_of, 
 
 
 @pytest.mark.parametrize("error", [Unavailable("no answer"), RuntimeError("out of memory")], ids=repr)
-@pytest.mark.parametrize("operation", ["prefill", "draft", "build_tree", "verify"])
+@pytest.mark.parametrize("operation", ["prefill", "build_tree", "verify"])
 async def test_a_stage_that_raises_fails_its_call_and_the_loop_lives(
     tiny_target: Path, tiny_reference: GreedyReference, operation: str, error: Exception
 ) -> None:
@@ -93,24 +93,46 @@ async def test_a_sink_that_raises_ends_its_sequence_only(
 async def test_two_failures_in_one_step_touch_nobody_else(
     tiny_target: Path, tiny_reference: GreedyReference
 ) -> None:
-    # The sink of a prefilled sequence breaks, then the drafter fails on the context of another in the batch.
+    # The sink of a prefilled sequence breaks; then the verifier fails on the next chunk of another one.
     async with world_of(tiny_target, prefill_chunk=16) as world:
         sink = CollectingSink()
         bystander = world.begin(request(SHORT, 60), sink)
         await until(lambda: sink.deltas)
 
-        def fail_feeding(name: str, message: Any) -> None:
-            if name == "draft" and message.depth == 0:
+        def fail_prefill(name: str, message: Any) -> None:
+            if name == "prefill" and bool((message.sessions.lengths > 0).any()):
                 raise Unavailable("no answer")
 
-        world.stages.before = fail_feeding
+        world.stages.before = fail_prefill
         broken = world.begin(request(SHORT), BrokenSink(0))
-        feeding = world.begin(request(LONG), CollectingSink())
-        outcomes = await asyncio.gather(broken, feeding, bystander, return_exceptions=True)
+        chunked = world.begin(request(LONG), CollectingSink())
+        outcomes = await asyncio.gather(broken, chunked, bystander, return_exceptions=True)
         assert [str(outcome) for outcome in outcomes] == [
             "UNAVAILABLE: the answer could not be sent: broken pipe", "UNAVAILABLE: no answer", "None",
         ]  # fmt: skip
         assert sink.token_ids == reference_of(tiny_reference, request(SHORT, 60))
+
+
+@pytest.mark.parametrize("error", [Unavailable("no answer"), RuntimeError("out of memory")], ids=repr)
+@pytest.mark.parametrize("failures", [1, 1000])
+async def test_a_drafter_that_fails_costs_drafts_and_no_answer(
+    tiny_target: Path, tiny_reference: GreedyReference, error: Exception, failures: int
+) -> None:
+    async with world_of(tiny_target) as world:
+        left = failures
+
+        def fail(name: str, _: Any) -> None:
+            nonlocal left
+            if name == "draft" and left:
+                left -= 1
+                raise error
+
+        world.stages.before = fail
+        sinks = await generate_all(world.engine, [request(LONG), request(SHORT)])
+        for sink, params in zip(sinks, (request(LONG), request(SHORT)), strict=True):
+            assert sink.token_ids == reference_of(tiny_reference, params)
+            assert sink.stats is not None
+            assert (sink.stats.draft_tokens > 0) == (failures == 1)
 
 
 async def test_a_release_that_fails_ends_nothing_but_itself(

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 import triton_python_backend_utils as pb_utils
 
-from ddtree import assembly, logs
+from ddtree import logs
 from ddtree.config import ServingConfig
 from ddtree.errors import DDTreeError
 from ddtree.tree import build_trees
@@ -87,7 +87,9 @@ class TargetVerifierModel(_StageModel):
     """The model `target_verifier`."""
 
     def _load(self, model_config: Mapping[str, Any]) -> dict[str, Operation]:
-        verifier = assembly.load_verifier(ServingConfig.from_triton(model_config))
+        from ddtree.assembly import load_verifier  # not for the tree builder, which needs no transformers
+
+        verifier = load_verifier(ServingConfig.from_triton(model_config))
         dtype = verifier.feature_dtype
         return {
             "describe": _describe(verifier.info),
@@ -102,7 +104,9 @@ class DrafterModel(_StageModel):
     """The model `drafter`."""
 
     def _load(self, model_config: Mapping[str, Any]) -> dict[str, Operation]:
-        drafter = assembly.load_drafter(ServingConfig.from_triton(model_config))
+        from ddtree.assembly import load_drafter
+
+        drafter = load_drafter(ServingConfig.from_triton(model_config))
         return {
             "describe": _describe(drafter.info),
             "release": _release(drafter),
