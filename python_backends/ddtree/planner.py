@@ -34,7 +34,7 @@ from ddtree.types import (
 )
 
 _MOST_AUTO_NODES = 64
-_GUIDED_SURPLUS = 2
+_MOST_SURPLUS = 96
 
 
 class RoundPlanner:
@@ -138,7 +138,7 @@ def _tree_budget(live: Live) -> int:
     """Draft nodes to ask the builder for: more than the budget when a grammar will take some out again."""
     budget = live.sequence.params.tree_budget
     is_guided = live.sequence.params.sampling.grammar is not None
-    return budget * _GUIDED_SURPLUS if is_guided and budget != AUTO_BUDGET else budget
+    return budget + min(3 * budget, _MOST_SURPLUS) if is_guided and budget != AUTO_BUDGET else budget
 
 
 def _sampling(live: Live) -> str:
