@@ -16,6 +16,10 @@ from ddtree_local.server import SHM_PREFIX, LocalTriton
 
 ROOT = Path(__file__).resolve().parents[1]
 
+# Before anything imports torch, and inherited by the servers: on small models several OpenMP threads are four
+# to eight times slower than one when anything else runs, as another server of the same session does.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 
 @dataclass(frozen=True)
 class Leftovers:

@@ -202,7 +202,7 @@ class Engine:
         record = events.RoundRecord(
             len(batch), nodes, emitted, verdict.commit_ms, plain_ms, watch.ms, watch.started_s
         )
-        self._observe(events.RoundDone(batch, drafting, trees.counts.tolist(), record))
+        self._observe(events.RoundDone(batch, drafting, verdict.node_counts.tolist(), record))
 
     def _commit(self, batch: Batch[Live], verdict: VerifyResult) -> int:
         """Append what was accepted to each sequence; gives how many tokens were emitted."""

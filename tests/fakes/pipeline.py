@@ -33,9 +33,12 @@ def make_verifier(folder: Path, *, kv_cache_bytes: int = 1 << 22, max_nodes: int
     projection = nn.Linear(len(TAPS) * HIDDEN, HIDDEN, bias=False).requires_grad_(False)
     limits = VerifierLimits(kv_cache_bytes, page_size=16, max_nodes=max_nodes, session_ttl_s=600)
     grammars = TextCodec.from_folder(folder).grammars(target.vocab_size)
-    return TargetVerifier(
+    verifier = TargetVerifier(
         target, projection, limits, draft_hash="tiny", feature_size=HIDDEN, grammars=grammars
     )
+    if verifier.pool.num_pages > 1:
+        verifier.measure_cost(repeats=1)  # without a curve an open budget would never draft
+    return verifier
 
 
 def make_oracle(folder: Path, *, noise: float, seed: int = 0) -> OracleDrafter:
