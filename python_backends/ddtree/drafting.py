@@ -63,7 +63,11 @@ class DraftingLoop:
         """One tree per sequence of `batch`; empty for those that did not draft."""
         if drafts is None or not drafting:
             return TreeBatch.empty(len(batch))
-        trees = await self._stages.build_tree(self._planner.trees(drafting, drafts))
+        try:
+            trees = await self._stages.build_tree(self._planner.trees(drafting, drafts))
+        except Exception as error:  # noqa: BLE001 - whatever broke, a plain round gives the right answer
+            _LOG.warning("a round without trees: %s", error)
+            return TreeBatch.empty(len(batch))
         places = {id(live): place for place, live in enumerate(batch)}
         return spread_trees(trees, [places[id(live)] for live in drafting], len(batch))
 

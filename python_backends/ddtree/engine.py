@@ -54,6 +54,7 @@ class Engine:
         self._work = asyncio.Event()
         self._loop_task: asyncio.Task[None] | None = None
         self._to_release: list[int] = []
+        self._unreleased: list[int] = []
         self._next_session = secrets.randbits(62)
 
     async def start(self) -> None:
@@ -226,7 +227,7 @@ class Engine:
             return True
         try:
             if status == Status.POOL_FULL:
-                self._scheduler.postpone(live)
+                self._scheduler.postpone(live, others_ended=bool(self._to_release))
                 self._observe(events.Preempted(live))
             elif status == Status.GRAMMAR_FAILED:
                 raise InvalidArgument("the grammar became too complex to follow; bound its repetitions")
@@ -283,9 +284,11 @@ class Engine:
             return
         session_ids = list(self._to_release)
         try:
-            await self._stages.release(session_ids)
+            await self._stages.release([*self._unreleased, *session_ids])
+            self._unreleased = []
         except Exception as error:  # noqa: BLE001 - nobody waits for it, and the time to live remains
             _LOG.warning("%d sessions could not be released: %s", len(session_ids), error)
+            self._unreleased = session_ids  # once more, with the next ones that end
         del self._to_release[: len(session_ids)]  # only now: idle means that the stages know
 
 

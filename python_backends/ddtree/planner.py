@@ -6,6 +6,7 @@ Pure: it calls nothing and keeps no state of a sequence.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -15,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from ddtree.budget import CostCurve
+from ddtree.errors import ConfigError
 from ddtree.limits import Limits
 from ddtree.params import GenerationParams
 from ddtree.round_cost import RoundCost
@@ -33,6 +35,7 @@ from ddtree.types import (
     VerifyRequest,
 )
 
+_LOG = logging.getLogger(__name__)
 _MOST_AUTO_NODES = 64
 _MOST_SURPLUS = 96
 
@@ -44,13 +47,23 @@ class RoundPlanner:
         verifier = info.verifier
         self._draft_depth = info.drafter.block_size - 1
         self._auto_nodes = min(_MOST_AUTO_NODES, verifier.max_nodes)
-        self._max_nodes = verifier.max_nodes
         self._feature_size = verifier.feature_size
         self._feature_dtype = getattr(torch, verifier.feature_dtype)
         curve = CostCurve(verifier.cost_rows, verifier.cost_ms)
         self.cost = RoundCost(curve, info.drafter.cost_ms)
         self._auto_width = _auto_width(self.cost.table(), self._auto_nodes)
         room = verifier.pool_slots - verifier.max_nodes - 1
+        if room < 2:  # a prompt and its answer
+            raise ConfigError(
+                f"kv_cache_mib must hold more than max_nodes {verifier.max_nodes}, got room for "
+                f"{verifier.pool_slots} tokens; raise kv_cache_mib or lower max_nodes"
+            )
+        if room < verifier.context_length:
+            _LOG.warning(
+                "sequences are limited to %d tokens by kv_cache_mib; the target could hold %d",
+                room,
+                verifier.context_length,
+            )
         self.limits = Limits.for_target(
             verifier.vocab_size, min(verifier.context_length, room), max_nodes=verifier.max_nodes
         )
@@ -61,7 +74,8 @@ class RoundPlanner:
             return 0
         if params.tree_budget != AUTO_BUDGET:
             return params.tree_budget
-        return self._draft_depth if params.draft_mode == "chain" else self._auto_nodes
+        is_chain = params.draft_mode == "chain"
+        return min(self._draft_depth, self.limits.max_nodes) if is_chain else self._auto_nodes
 
     def prefill(self, batch: Sequence[tuple[Live, int]]) -> PrefillRequest:
         """Read the next `count` uncommitted ids of each sequence."""

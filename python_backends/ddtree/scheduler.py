@@ -169,13 +169,17 @@ class Scheduler:
             live.sequence.state = SequenceState.PREFILLING
             self._running.append(live)
 
-    def postpone(self, live: Live) -> None:
+    def postpone(self, live: Live, *, others_ended: bool = False) -> None:
         """Put a sequence back into the queue, before all that came later: the pool has no pages for it now.
 
+        Args:
+            live: a running sequence.
+            others_ended: whether sequences that just ended still hold pages, which they are about to lose.
+
         Raises:
-            ResourceExhausted: no other sequence runs, so waiting could not help.
+            ResourceExhausted: nobody else holds pages, so waiting could not help.
         """
-        if len(self._running) == 1:
+        if len(self._running) == 1 and not others_ended:
             raise ResourceExhausted(
                 f"the KV pool cannot hold {live.sequence.length + live.sequence.remaining_tokens} tokens; "
                 "ask for fewer tokens or give the server a larger kv_cache_mib"
@@ -185,7 +189,7 @@ class Scheduler:
         arrived = live.sequence.stats.arrival_ns
         earlier = sum(other.sequence.stats.arrival_ns <= arrived for other in self._waiting)
         self._waiting.insert(earlier, live)
-        self._is_pool_full = True
+        self._is_pool_full = bool(self._running)
 
     def remove(self, live: Live) -> None:
         """Take a sequence out; its pages are free for others soon."""

@@ -111,7 +111,8 @@ class TargetVerifier:
             segment = Segment(0, count, pages, prefix, torch.arange(count, device=self._device), None)
             plan = StepPlan.build(self.pool, (segment,))
             tokens = torch.zeros(count, dtype=torch.int64, device=self._device)
-            choose(self.target.forward(tokens, plan, torch.arange(count, device=self._device)).logits)
+            keep = torch.arange(count, device=self._device)
+            choose(self.target.forward(tokens, plan, keep).logits).cpu()  # waits for an accelerator
             if on_progress is not None:
                 on_progress(count)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,18 @@ import pytest
 from ddtree.errors import DDTreeError, ResourceExhausted, Unavailable
 from ddtree.sequence import Delta, Stats
 from tests.fakes.collecting_sink import CollectingSink
-from tests.fakes.pipeline import GreedyReference, generate_all, make_verifier
+from tests.fakes.pipeline import (
+    GreedyReference,
+    generate_all,
+    make_oracle,
+    make_verifier,
+    running_engine,
+)
 from tests.integration.stage_faults import LONG, SHORT, no_fault, reference_of, request, until, world_of
 
 
 @pytest.mark.parametrize("error", [Unavailable("no answer"), RuntimeError("out of memory")], ids=repr)
-@pytest.mark.parametrize("operation", ["prefill", "build_tree", "verify"])
+@pytest.mark.parametrize("operation", ["prefill", "verify"])
 async def test_a_stage_that_raises_fails_its_call_and_the_loop_lives(
     tiny_target: Path, tiny_reference: GreedyReference, operation: str, error: Exception
 ) -> None:
@@ -115,15 +122,16 @@ async def test_two_failures_in_one_step_touch_nobody_else(
 
 @pytest.mark.parametrize("error", [Unavailable("no answer"), RuntimeError("out of memory")], ids=repr)
 @pytest.mark.parametrize("failures", [1, 1000])
-async def test_a_drafter_that_fails_costs_drafts_and_no_answer(
-    tiny_target: Path, tiny_reference: GreedyReference, error: Exception, failures: int
+@pytest.mark.parametrize("operation", ["draft", "build_tree"])
+async def test_a_drafter_or_tree_builder_that_fails_costs_drafts_and_no_answer(
+    tiny_target: Path, tiny_reference: GreedyReference, operation: str, error: Exception, failures: int
 ) -> None:
     async with world_of(tiny_target) as world:
         left = failures
 
         def fail(name: str, _: Any) -> None:
             nonlocal left
-            if name == "draft" and left:
+            if name == operation and left:
                 left -= 1
                 raise error
 
@@ -211,3 +219,15 @@ async def test_errors_are_ours(tiny_target: Path) -> None:
         world.stages.before = fail
         with pytest.raises(DDTreeError, match=r"^UNAVAILABLE: .*whatever"):
             await world.engine.generate(request(SHORT), CollectingSink())
+
+
+async def test_a_neighbour_that_ends_in_the_same_prefill_makes_room(
+    tiny_target: Path, tiny_reference: GreedyReference
+) -> None:
+    """The pool holds one of two prompts; the first one ends with its first token."""
+    page_bytes = make_verifier(tiny_target).pool.shape.bytes_per_slot * 16
+    verifier = make_verifier(tiny_target, kv_cache_bytes=5 * page_bytes, max_nodes=8)
+    async with running_engine(verifier, make_oracle(tiny_target, noise=0), tiny_target) as engine:
+        requests = [replace(request(SHORT * 10, max_tokens=1), draft_mode="off") for _ in range(3)]
+        for sink in await generate_all(engine, requests):
+            assert sink.token_ids == reference_of(tiny_reference, requests[0])

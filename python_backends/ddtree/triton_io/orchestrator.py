@@ -118,7 +118,7 @@ class Orchestrator:
     async def _answer(self, request: Any) -> None:
         channel = ResponseChannel(request)
         answer = Answer(channel, frozenset(request.requested_output_names()))
-        watch = self._observability.watch(request) if self._observability else RequestWatch()
+        watch = self._watch(request)
         self._observe(RequestArrived(watch))
         ended = RequestEnded(watch, "completed")
         request_id = request.request_id()
@@ -144,6 +144,15 @@ class Orchestrator:
         finally:
             channel.close()
             self._observe(ended)
+
+    def _watch(self, request: Any) -> RequestWatch:
+        if self._observability is None:
+            return RequestWatch()
+        try:
+            return self._observability.watch(request)
+        except Exception:  # noqa: BLE001 - a caller's odd trace context must not cost the answer
+            _LOG.exception("a request cannot be watched")
+            return RequestWatch()
 
     async def _generate(
         self, request_id: str, rows: Sequence[RawRequest], answer: Answer, watch: RequestWatch
