@@ -228,6 +228,6 @@ async def test_a_neighbour_that_ends_in_the_same_prefill_makes_room(
     page_bytes = make_verifier(tiny_target).pool.shape.bytes_per_slot * 16
     verifier = make_verifier(tiny_target, kv_cache_bytes=5 * page_bytes, max_nodes=8)
     async with running_engine(verifier, make_oracle(tiny_target, noise=0), tiny_target) as engine:
-        requests = [replace(request(SHORT * 10, max_tokens=1), draft_mode="off") for _ in range(3)]
+        requests = [replace(request(SHORT * 10, max_tokens=1), draft_mode="off") for _ in range(2)]
         for sink in await generate_all(engine, requests):
             assert sink.token_ids == reference_of(tiny_reference, requests[0])
