@@ -1,6 +1,7 @@
 """A real Prometheus that scrapes what a test starts, and the questions tests ask it.
 
-Debian's package `prometheus` has both programs (`prometheus`, `promtool`).
+Debian's package `prometheus` has both programs (`prometheus`, `promtool`). Where they are not installed, the
+package is unpacked into the project's cache, which needs no root.
 """
 
 from __future__ import annotations
@@ -20,16 +21,32 @@ from typing import Any
 
 import pytest
 
+from tests.deploy.kube.tools import ensure
+
 _START_S = 60.0
 _QUERY_S = 30.0
 
 
 def program(name: str) -> str:
-    """Path of `prometheus` or `promtool`; the test fails where it is missing, since nothing can stand in."""
+    """Path of `prometheus` or `promtool`; the test fails where it cannot be had: nothing can stand in."""
     found = shutil.which(name)
-    if found is None:
-        pytest.fail(f"{name} is missing; install Debian's package: apt-get install -y prometheus")
-    return found
+    if found is not None:
+        return found
+    try:
+        return str(ensure("prometheus", b"unpacked", _unpack_package) / "usr" / "bin" / name)
+    except (OSError, subprocess.SubprocessError) as error:
+        pytest.fail(f"{name} is missing and cannot be brought ({error}); put Prometheus' programs on PATH")
+
+
+def _unpack_package(folder: Path) -> None:
+    download = ["apt-get", "download", "--quiet", "prometheus"]
+    if subprocess.run(download, cwd=folder, capture_output=True, check=False).returncode != 0:
+        # A new machine has no package lists yet; only root may fetch them.
+        subprocess.run(["apt-get", "update", "--quiet"], capture_output=True, check=False)
+        subprocess.run(download, cwd=folder, capture_output=True, check=True)
+    (package,) = folder.glob("prometheus_*.deb")
+    subprocess.run(["dpkg", "-x", str(package), str(folder)], check=True)
+    package.unlink()
 
 
 def promtool(*arguments: str | Path, stdin: str = "") -> subprocess.CompletedProcess[str]:
