@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,6 +28,9 @@ _MODES = (
     {"draft_mode": "tree", "tree_budget": 250}, {"draft_mode": "tree", "tree_budget": 256},
     {"draft_mode": "chain"}, {"draft_mode": "off"},
 )  # fmt: skip
+
+
+StartOracle = Callable[..., OracleServer]
 
 
 @dataclass(frozen=True)
@@ -77,3 +81,40 @@ def observed(
         yield Observed(server, prometheus, seen, reading, start, time.time())
         report = triton.stop()
     assert (report.exit_code, report.forced, report.orphans_killed) == (0, False, 0)
+
+
+@pytest.fixture(scope="session")
+def start_oracle(
+    tmp_path_factory: pytest.TempPathFactory, project_root: Path, observability_pair: TinyPair
+) -> Iterator[StartOracle]:
+    """Starts servers over the small pair that live as long as the run."""
+    servers: list[LocalTriton] = []
+
+    def start(topology: str, **options: Any) -> OracleServer:
+        folder = tmp_path_factory.mktemp("server")
+        repository = make_repository(folder / topology, project_root / "model_repository", topology)
+        environment = observability_pair.environment(topology) | {"DDTREE_LOG_LEVEL": "debug"}
+        models = sorted(model.name for model in repository.iterdir())
+        triton = LocalTriton(
+            repository, load_models=models, env=environment, log_path=folder / "triton.log", **options
+        )
+        servers.append(triton)
+        triton.start()
+        codec = TextCodec.from_folder(observability_pair.target)
+        reference: Any = None  # no test here looks at tokens
+        return OracleServer(triton, topology, repository, codec, reference)
+
+    try:
+        yield start
+    finally:
+        for triton in servers:
+            triton.stop()
+
+
+@pytest.fixture(scope="session", params=["bls", "in_process"])
+def server(request: pytest.FixtureRequest, start_oracle: StartOracle) -> OracleServer:
+    """Either topology."""
+    if request.param == "bls":
+        observed: Observed = request.getfixturevalue("observed")
+        return observed.server
+    return start_oracle("in_process")

@@ -1,35 +1,29 @@
-"""Metrics and logs of real servers, in both topologies: they agree with the answers and end at zero."""
+"""Metrics of real servers, in both topologies: they agree with the answers and end at zero."""
 
 from __future__ import annotations
 
-import json
-import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 import pytest
 import tritonclient.grpc as grpc
 
-from ddtree.text import TextCodec
 from ddtree_client.errors import DDTreeClientError
-from ddtree_local.server import LocalTriton
 from tests.deploy.conftest import Observed
 from tests.deploy.prometheus.scraping import Scrape, at_rest, scrape
 from tests.deploy.prometheus.server import promtool
 from tests.fakes.tiny_models import BLOCK_SIZE
 from tests.triton.echo_server import Stream, flags, ints
-from tests.triton.oracle_server import OracleServer, TinyPair, make_repository
+from tests.triton.oracle_server import OracleServer
 
 pytestmark = pytest.mark.triton
 
-WORDS = "Zaphod keeps the Heart of Gold in bay 42"
 # Series that a tally publishes as counters, since Triton's histograms have no bulk update.
 TALLIES = (
     "ddtree_inter_token_seconds",
@@ -37,7 +31,6 @@ TALLIES = (
     "ddtree_tree_size_nodes",
     "ddtree_budget_nodes",
 )
-COUNTED = ("emitted_tokens", "draft_tokens", "accepted_tokens", "prompt_tokens", "rounds")
 
 # A caller who reads one chunk of a long answer, says so, and waits to be killed.
 READER = """
@@ -49,53 +42,9 @@ print("reading", flush=True)
 time.sleep(60)
 """
 
-StartOracle = Callable[..., OracleServer]
-
-
-@pytest.fixture(scope="module")
-def start_oracle(
-    tmp_path_factory: pytest.TempPathFactory, project_root: Path, observability_pair: TinyPair
-) -> Iterator[StartOracle]:
-    """Starts servers over the small pair that live as long as the module."""
-    servers: list[LocalTriton] = []
-
-    def start(topology: str, **options: Any) -> OracleServer:
-        folder = tmp_path_factory.mktemp("server")
-        repository = make_repository(folder / topology, project_root / "model_repository", topology)
-        environment = observability_pair.environment(topology) | {"DDTREE_LOG_LEVEL": "debug"}
-        models = sorted(model.name for model in repository.iterdir())
-        triton = LocalTriton(
-            repository, load_models=models, env=environment, log_path=folder / "triton.log", **options
-        )
-        servers.append(triton)
-        triton.start()
-        codec = TextCodec.from_folder(observability_pair.target)
-        reference: Any = None  # no test here looks at tokens
-        return OracleServer(triton, topology, repository, codec, reference)
-
-    try:
-        yield start
-    finally:
-        for triton in servers:
-            triton.stop()
-
-
-@pytest.fixture(scope="module", params=["bls", "in_process"])
-def server(request: pytest.FixtureRequest, start_oracle: StartOracle) -> OracleServer:
-    """Either topology."""
-    if request.param == "bls":
-        observed: Observed = request.getfixturevalue("observed")
-        return observed.server
-    return start_oracle("in_process")
-
 
 def grown(before: Scrape, after: Scrape, name: str, **labels: str) -> float:
     return after.total(f"ddtree_{name}", **labels) - before.total(f"ddtree_{name}", **labels)
-
-
-def records(server: OracleServer) -> list[dict[str, Any]]:
-    lines = server.triton.log_path.read_text().splitlines()
-    return [json.loads(line) for line in lines if line.startswith("{")]
 
 
 # --- agreeing with the answers
@@ -284,86 +233,24 @@ def test_eight_streams_at_once_and_the_server_lives(server: OracleServer) -> Non
     assert grown(before, after, "emitted_tokens_total") == sum(tokens)
 
 
-# --- logs
-
-
-def test_logs_are_json_with_ids_and_without_a_word_of_anybody(server: OracleServer) -> None:
-    with server.client() as client:
-        with client.stream(prompt=WORDS, max_tokens=9) as stream:
-            request_id = stream.request_id
-            text = "".join(chunk.text for chunk in stream)
-        bad: list[dict[str, Any]] = [{"temperature": -1.0}, {"max_tokens": -1}, {"guided_regex": f"({WORDS}"}]
-        for options in bad:
-            with pytest.raises(DDTreeClientError):
-                client.generate(prompt=WORDS, **options)
-    time.sleep(0.2)
-    log = server.triton.log_path.read_text()
-    assert WORDS not in log
-    assert "Zaphod" not in log
-    assert text not in log or len(text.strip()) < 4
-    (line,) = [one for one in records(server) if one.get("request_id") == request_id]
-    assert line["outcome"] == "completed"
-    assert (line["level"], line["component"]) == ("info", "ddtree")
-    assert line["output_tokens"] == 9
-    assert 0 < line["first_token_seconds"] <= line["seconds"]
-    if server.topology == "bls":
-        assert {one["component"] for one in records(server)} >= {"ddtree", "target_verifier"}
-
-
-# --- servers that are not well
-
-
-def test_a_dead_stage_is_told_and_requests_end(start_oracle: StartOracle) -> None:
-    server = start_oracle("bls", exit_timeout_s=3.0)
-    address = server.triton.metrics_url
-    with server.client() as client:
-        client.generate(input_ids=[1, 2, 3], max_tokens=4)
-        assert at_rest(address).total("ddtree_stage_up", stage="target_verifier") == 1
-        os.kill(_stub_of(server.triton, "target_verifier"), signal.SIGKILL)
-        for _ in range(2):
-            with pytest.raises(DDTreeClientError) as raised:
-                client.generate(input_ids=[1, 2, 3], max_tokens=4)
-            assert raised.value.code == "UNAVAILABLE"
-    time.sleep(2.0)
-    reading = scrape(address)
-    assert reading.total("ddtree_stage_up", stage="target_verifier") == 0
-    assert reading.total("ddtree_stage_errors_total", stage="target_verifier") >= 2
-    assert reading.total("ddtree_requests_total", outcome="unavailable") == 2
-    assert reading.total("ddtree_active_requests") == reading.total("ddtree_queued_requests") == 0
-    assert [one["reason"] for one in records(server) if one.get("outcome") == "unavailable"]
-
-
-def test_a_server_without_metrics_serves_all_the_same(start_oracle: StartOracle) -> None:
-    server = start_oracle("in_process", extra_args=("--allow-metrics=false",))
-    with server.client() as client:
-        assert len(client.generate(input_ids=[1, 2, 3], max_tokens=7, ignore_eos=True).token_ids) == 7
-    time.sleep(0.3)  # the line follows the answer
-    assert [one["outcome"] for one in records(server) if "outcome" in one] == ["completed"]
-
-
 @pytest.mark.parametrize("server", ["in_process"], indirect=True)
-def test_the_orchestrator_is_reloaded_and_its_metrics_begin_again(server: OracleServer) -> None:
-    at_rest(server.triton.metrics_url)
-    model = server.repository / "ddtree" / "1" / "model.py"
-    model.write_text(model.read_text() + "\n")
-    with grpc.InferenceServerClient(server.triton.grpc_url) as control:
-        control.load_model("ddtree")
-    with server.client() as client:
-        client.generate(input_ids=[1, 2, 3], max_tokens=7)
-    reading = at_rest(server.triton.metrics_url)
-    assert reading.total("ddtree_requests_total", outcome="completed") >= 1
-
-
-def _stub_of(triton: LocalTriton, model: str) -> int:
-    """Process id of a model's stub."""
-    for folder in Path("/proc").iterdir():
-        if not folder.name.isdigit():
-            continue
-        try:
-            command = (folder / "cmdline").read_bytes().decode()
-            environment = (folder / "environ").read_bytes().decode(errors="replace")
-        except OSError:
-            continue
-        if "python_backend_stub" in command and f"/{model}/" in command and triton.shm_prefix in environment:
-            return int(folder.name)
-    raise AssertionError(f"no stub of {model}")
+def test_the_command_bench_serves_its_own_numbers_meanwhile(
+    server: OracleServer, unused_tcp_port: int
+) -> None:
+    command = [sys.executable, "-c", "from ddtree_client.cli import main; main()", "bench",
+               "--url", server.triton.grpc_url, "--draft-mode", "off", "--requests", "30", "--raw",
+               "--max-tokens", "120", "--ignore-eos", "--metrics-port", str(unused_tcp_port)]  # fmt: skip
+    address = f"127.0.0.1:{unused_tcp_port}"
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as bench:
+        readings = []
+        while bench.poll() is None:
+            with suppress(OSError):
+                readings.append(scrape(address))
+            time.sleep(0.05)
+    assert bench.returncode == 0
+    counted = [one for one in readings if one.has("ddtree_client_requests_total")]
+    assert counted
+    done = counted[-1].total("ddtree_client_requests_total", draft_mode="off", outcome="completed")
+    assert 0 < done <= 30
+    tokens = counted[-1].total("ddtree_client_output_tokens_total", draft_mode="off")
+    assert 120 * done <= tokens <= 120 * (done + 1)
