@@ -7,6 +7,7 @@ would leave its caller waiting for ever and the server unable to stop. Knows no 
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import json
 import logging
 import time
@@ -39,6 +40,7 @@ _LOG = logging.getLogger(__name__)
 # BLS calls wait in asyncio's default executor, which has only six threads on two cores.
 _EXECUTOR_THREADS = 32
 _LOOP_END_S = 5.0
+_FINALIZE_S = 15  # well below Triton's exit timeout of 30 s
 _OUTCOMES: Final[Mapping[str, Outcome]] = {
     "INVALID_ARGUMENT": "invalid",
     "RESOURCE_EXHAUSTED": "overloaded",
@@ -240,7 +242,8 @@ class TritonPythonModel:
         await self._orchestrator.handle(requests)
 
     def finalize(self) -> None:
-        """End what runs."""
+        """End what runs; a process that cannot end says in the log where it hangs, and is ended."""
+        faulthandler.dump_traceback_later(_FINALIZE_S, exit=True)
         self._orchestrator.close()
 
     def _load_stages(self, config: ServingConfig, observe: Observe) -> Stages:
