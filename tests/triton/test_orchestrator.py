@@ -46,8 +46,8 @@ def server(tmp_path_factory: pytest.TempPathFactory, project_root: Path) -> Iter
         yield EchoServer(triton, TextCodec.from_folder(target))
         report = triton.stop()
         assert (report.forced, report.orphans_killed) == (False, 0)
-    # These tests leave streams abruptly, and once in some twenty runs on a busy machine Triton 2.51 then never
-    # unloads the model and gives up at its exit timeout. Servers whose callers behave are held to 0 elsewhere.
+    # These tests leave streams abruptly, and once in some twenty runs on a busy machine Triton 2.51 then
+    # never unloads the model and gives up at its exit timeout. Elsewhere, where callers behave, 0 is asked for.
     said = log.read_text(errors="replace")
     if report.exit_code == 0:
         assert "the echo engine was stopped" in said
