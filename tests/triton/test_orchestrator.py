@@ -47,7 +47,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, project_root: Path) -> Iter
         report = triton.stop()
         assert (report.forced, report.orphans_killed) == (False, 0)
     # These tests leave streams abruptly, and once in some twenty runs on a busy machine Triton 2.51 then
-    # never unloads the model and gives up at its exit timeout. Elsewhere, where callers behave, 0 is asked for.
+    # never unloads the model and gives up at its exit timeout. Where callers behave, the tests ask for 0.
     said = log.read_text(errors="replace")
     if report.exit_code == 0:
         assert "the echo engine was stopped" in said
