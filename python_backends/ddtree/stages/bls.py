@@ -50,6 +50,7 @@ class BlsStages:
 
     async def describe(self) -> StageInfo:
         """What is loaded, and what the stages hold now."""
+        torch.set_num_threads(1)  # this process must not spin beside the stages' threads
         verifier, drafter = await asyncio.gather(self._describe(TARGET_VERIFIER), self._describe(DRAFTER))
         info = StageInfo(read_info(VerifierInfo, verifier), read_info(DrafterInfo, drafter))
         self._feature_dtype = getattr(torch, info.verifier.feature_dtype)

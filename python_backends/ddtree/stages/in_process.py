@@ -71,14 +71,11 @@ class InProcessStages:
         self.drafter = drafter
         self.observe = observe
         self._thread = thread or _one_thread()
+        self._threads = self._thread.submit(torch.get_num_threads).result()
 
     @classmethod
     def build(cls, load: Callable[[], tuple[TargetVerifier, DraftStage]]) -> InProcessStages:
-        """Load the stages on the thread that will run them.
-
-        OpenMP keeps a team of threads for every thread that ever computed, and slows all of them down once
-        there are more than cores: the matmuls of a step took 13 ms instead of 9 after loading elsewhere.
-        """
+        """Load the stages on the thread that will run them: OpenMP has a team for each thread that computes."""
         thread = _one_thread()
         try:
             verifier, drafter = thread.submit(load).result()
@@ -88,7 +85,13 @@ class InProcessStages:
         return cls(verifier, drafter, thread=thread)
 
     async def describe(self) -> StageInfo:
-        """What is loaded, and what the stages hold now."""
+        """What is loaded, and what the stages hold now.
+
+        From here on the event loop's thread computes alone. With more teams of threads than cores OpenMP slows
+        all of them: a plain step took 24 ms instead of 16 once the engine's own small tensors had formed one.
+        """
+        torch.set_num_threads(1)  # of this thread; but MKL knows one number only, so the stages' comes last
+        await self._run(torch.set_num_threads, self._threads)
         verifier = await self._ask(TARGET_VERIFIER, "describe", self.verifier.info)
         return StageInfo(verifier, await self._ask(DRAFTER, "describe", self.drafter.info))
 

@@ -119,4 +119,5 @@ class TreeBuilderModel(_StageModel):
 
     def _load(self, model_config: Mapping[str, Any]) -> dict[str, Operation]:
         del model_config
+        torch.set_num_threads(1)  # this process must not spin beside the other stages' threads
         return {"build_tree": _exchange(build_trees, TreeRequest, torch.float32)}
