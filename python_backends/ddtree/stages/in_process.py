@@ -75,7 +75,7 @@ class InProcessStages:
 
     @classmethod
     def build(cls, load: Callable[[], tuple[TargetVerifier, DraftStage]]) -> InProcessStages:
-        """Load the stages on the thread that will run them: OpenMP has a team for each thread that computes."""
+        """Load the stages on the thread that will run them: each computing thread has an OpenMP team."""
         thread = _one_thread()
         try:
             verifier, drafter = thread.submit(load).result()
@@ -87,10 +87,11 @@ class InProcessStages:
     async def describe(self) -> StageInfo:
         """What is loaded, and what the stages hold now.
 
-        From here on the event loop's thread computes alone. With more teams of threads than cores OpenMP slows
-        all of them: a plain step took 24 ms instead of 16 once the engine's own small tensors had formed one.
+        From here on the event loop's thread computes alone. With more teams than cores OpenMP slows all of
+        them: a plain step took 24 ms instead of 16 once the engine's own small tensors had formed one.
         """
-        torch.set_num_threads(1)  # of this thread; but MKL knows one number only, so the stages' comes last
+        torch.get_num_threads()  # a thread takes over the global number when first asked, and not again
+        torch.set_num_threads(1)  # of this thread; MKL knows one number only, so the stages' comes last
         await self._run(torch.set_num_threads, self._threads)
         verifier = await self._ask(TARGET_VERIFIER, "describe", self.verifier.info)
         return StageInfo(verifier, await self._ask(DRAFTER, "describe", self.drafter.info))
