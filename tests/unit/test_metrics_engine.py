@@ -89,24 +89,25 @@ async def test_a_perfect_oracle_has_the_full_acceptance_length_and_gains(target:
 
 async def test_gauges_while_requests_run_wait_and_go(target: Path) -> None:
     counted = Counted()
+    full: list[dict[str, float]] = []  # what was read whenever both places were taken and three waited
+
+    def read_when_full(_: Event) -> None:
+        read = counted.read()
+        if (read["sequences.running"], read["sequences.waiting"]) == (2, 3):
+            full.append(dict(read))
+
     async with running_engine(
         make_verifier(target),
         make_oracle(target, noise=0.5),
         target,
         max_sequences=2,
-        observe=counted.observe,
+        observe=Listeners([counted.observe, read_when_full]),
     ) as engine:
         patience = [3] * 2 + [2] * 3
         params = GenerationParams((1, 2, 3), max_tokens=200, draft_mode="off", ignore_eos=True)
-        tasks = [asyncio.create_task(answer(engine, counted, params, after)) for after in patience]
-        for _ in range(400):
-            await asyncio.sleep(0.005)
-            if counted.read().get("sequences.running") == 2:
-                break
-        read = dict(counted.read())
-        await asyncio.gather(*tasks)
-    assert (read["active_requests"], read["queued_requests"]) == (2, 3)
-    assert (read["sequences.running"], read["sequences.waiting"]) == (2, 3)
+        await asyncio.gather(*(answer(engine, counted, params, after) for after in patience))
+    assert full
+    assert {(read["active_requests"], read["queued_requests"]) for read in full} == {(2, 3)}
     after = counted.read()
     assert after["requests.cancelled"] == after["cancellations.client_gone"] == 5
     assert after["request_seconds.count"] == 0
