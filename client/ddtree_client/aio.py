@@ -49,6 +49,11 @@ class AsyncStream:
         """The whole answer. Raises IncompleteAnswerError before the end of the stream, and after a cancel."""
         return self._exchange.results()[0]
 
+    @property
+    def results(self) -> tuple[Result, ...]:
+        """The answers of every sequence, with ``num_return_sequences``; otherwise like `result`."""
+        return self._exchange.results()
+
     def cancel(self) -> None:
         """Tells the server to stop; the loop over the chunks ends."""
         if not self._exchange.ended:
@@ -159,6 +164,11 @@ class AsyncClient:
         ready = (await self._unary("ServerReady", service_pb2.ServerReadyRequest(), timeout_s)).ready
         metadata = await self._unary("ServerMetadata", service_pb2.ServerMetadataRequest(), timeout_s)
         return Health(self.address, live, ready, metadata.version, models, stages)
+
+    async def ready(self, *, timeout_s: float = HEALTH_TIMEOUT_S) -> bool:
+        """Whether the model takes requests. Raises ServerUnavailableError when no server answers."""
+        request = service_pb2.ModelReadyRequest(name=self._model)
+        return bool((await self._unary("ModelReady", request, timeout_s)).ready)
 
     async def close(self) -> None:
         """Closes the connection; requests under way are cancelled."""

@@ -89,7 +89,8 @@ class Exchange:
             model=model, request_id=self.request_id, prompts=prompts, options=options
         )
         self._address = address
-        self._rows = tuple(_Row() for _ in prompts.rows)
+        self._sequences = options.get("num_return_sequences") or 1  # of each row
+        self._rows = tuple(_Row() for _ in prompts.rows for _ in range(self._sequences))
         self._clock = clock
         self._started = clock()
         self._last_chunk: Chunk | None = None
@@ -115,17 +116,19 @@ class Exchange:
             return None
         if self._error is not None:  # other rows go on: no reason to wait for them
             raise self._error
-        if not 0 <= values.row < len(self._rows):
+        row = values.row * self._sequences + values.sequence
+        if not (0 <= row < len(self._rows) and 0 <= values.sequence < self._sequences):
             raise IncompleteAnswerError(
-                f"the server at {self._address} answered row {values.row} of a request of {len(self._rows)} "
-                "rows; is this model the `ddtree` of this project?"
+                f"the server at {self._address} answered row {values.row} of a request of "
+                f"{len(self._rows) // self._sequences} rows, sequence {values.sequence} of {self._sequences}; "
+                "is this model the `ddtree` of this project?"
             )
         now_s = self._clock() - self._started
-        self._rows[values.row].add(values, now_s)
+        self._rows[row].add(values, now_s)
         chunk = Chunk(
             text=values.text,
             token_ids=values.token_ids,
-            row=values.row,
+            row=row,
             final=values.finish_reason != "",
             finish_reason=values.finish_reason,
             elapsed_s=now_s,
@@ -154,7 +157,7 @@ class Exchange:
         return self._last_chunk
 
     def results(self) -> tuple[Result, ...]:
-        """One result per row. Raises IncompleteAnswerError while a row has not sent its last chunk."""
+        """One result per sequence. Raises IncompleteAnswerError while a row has not sent its last chunk."""
         if not all(row.finish_reason for row in self._rows):
             raise self._incomplete()
         return tuple(row.result() for row in self._rows)

@@ -48,6 +48,12 @@ class GenerateOptions(TypedDict, total=False):
     """Token ids that end the answer, besides the model's own."""
     return_log_probs: bool | None
     """Give the log-probability of every token with its chunk."""
+    num_return_sequences: int | None
+    """Sequences per row, above 1 only with a temperature; row i's are the results i * n to i * n + n - 1."""
+    chat_template_kwargs: Mapping[str, object] | None
+    """With ``messages``: variables of the model's chat template, e.g. ``{"enable_thinking": False}``."""
+    cache_salt: str | None
+    """Prompts share cached pages of a common beginning only with prompts of the same salt."""
     num_top_log_probs: int | None
     """With them, the most probable tokens at each place: 0 to 20."""
     guided_json: str | Mapping[str, object] | None
@@ -81,6 +87,8 @@ class TokenLogProbs:
     model: float  # by the model, before temperature and everything else
     drawn: float  # in the distribution it was drawn from; 0 at temperature 0
     top: tuple[tuple[int, float], ...]  # the model's most probable tokens, (id, log-probability)
+    token: bytes = b""  # which need not be whole characters
+    top_tokens: tuple[bytes, ...] = ()  # one per entry of top
 
 
 @dataclass(frozen=True)
@@ -89,7 +97,7 @@ class Chunk:
 
     text: str
     token_ids: tuple[int, ...]
-    row: int
+    row: int  # of the request; with num_return_sequences n, row * n + the sequence's index
     final: bool  # the row's last chunk
     finish_reason: str  # "stop" | "length" | "cancelled" on the last chunk, "" before
     elapsed_s: float  # since the request was sent

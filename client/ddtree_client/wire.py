@@ -53,6 +53,9 @@ OPTION_INPUTS: Mapping[str, InputSpec] = {
     "stop_token_ids": InputSpec("stop_token_ids", "INT32"),
     "return_log_probs": InputSpec("return_log_probs", "BOOL"),
     "num_top_log_probs": InputSpec("num_top_log_probs", "INT32"),
+    "num_return_sequences": InputSpec("num_return_sequences", "INT32"),
+    "chat_template_kwargs": InputSpec("chat_template_kwargs", "BYTES"),
+    "cache_salt": InputSpec("cache_salt", "BYTES"),
     "guided_json": InputSpec("guided_json", "BYTES"),
     "guided_regex": InputSpec("guided_regex", "BYTES"),
     "guided_grammar": InputSpec("guided_grammar", "BYTES"),
@@ -84,6 +87,7 @@ class ResponseValues:
     """What one response says about one row. Counters are None where the server did not send them."""
 
     row: int
+    sequence: int  # of the row
     text: str
     token_ids: tuple[int, ...]
     finish_reason: str
@@ -167,6 +171,7 @@ def read_response(response: Any) -> ResponseValues | None:
     result = InferResult(response)
     return ResponseValues(
         row=_integer(result, "batch_index") or 0,
+        sequence=_integer(result, "sequence_index") or 0,
         text=_text(result, "text_output"),
         token_ids=tuple(int(token) for token in _flat(result, "output_ids")),
         finish_reason=_text(result, "finish_reason"),
@@ -204,7 +209,7 @@ def _serialized(values: list[list[bytes]]) -> bytes:
 def _as_list(option: str, value: Any) -> list[Any]:
     if option == "logit_bias":
         return [json.dumps({str(token): bias for token, bias in value.items()})]
-    if option == "guided_json" and isinstance(value, Mapping):
+    if option in ("guided_json", "chat_template_kwargs") and isinstance(value, Mapping):
         return [json.dumps(value)]
     if option in _LIST_OPTIONS and not isinstance(value, str):
         return list(value)
@@ -251,11 +256,15 @@ def _log_probs(result: Any) -> tuple[TokenLogProbs, ...]:
     model, drawn = _flat(result, "output_log_probs").tolist(), _flat(result, "drawn_log_probs").tolist()
     ids, values = _flat(result, "top_log_prob_ids").tolist(), _flat(result, "top_log_probs").tolist()
     most = len(ids) // len(model) if model else 0
+    # Servers of before have no bytes of tokens.
+    tokens = _flat(result, "output_token_bytes").tolist() or [b""] * len(model)
+    top_tokens = _flat(result, "top_log_prob_bytes").tolist()
     entries = []
     for place, (own, of_draw) in enumerate(zip(model, drawn, strict=True)):
         top = slice(place * most, (place + 1) * most)
         pairs = zip(ids[top], values[top], strict=True)
-        entries.append(TokenLogProbs(own, of_draw, tuple((int(token), value) for token, value in pairs)))
+        tops = tuple((int(token), value) for token, value in pairs)
+        entries.append(TokenLogProbs(own, of_draw, tops, tokens[place], tuple(top_tokens[top])))
     return tuple(entries)
 
 

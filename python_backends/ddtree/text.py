@@ -5,6 +5,7 @@ Knows the target's folder, not its weights. The vocabulary's size is not asked h
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -13,6 +14,7 @@ from typing import Any
 
 from ddtree.errors import CheckpointError, InvalidArgument
 from ddtree.grammar import GrammarCompiler
+from ddtree.token_bytes import TokenBytes
 
 _MESSAGES_FORM = 'send [{"role": "user", "content": "…"}]'
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
@@ -29,6 +31,7 @@ class TextCodec:
         vocabulary: dict[str, int] = tokenizer.get_vocab()
         self._ids = frozenset(vocabulary.values())
         self._byte_ids = frozenset(i for token, i in vocabulary.items() if _BYTE_TOKEN.fullmatch(token))
+        self.token_bytes = TokenBytes(tokenizer)
 
     @classmethod
     def from_folder(cls, folder: Path) -> TextCodec:
@@ -60,11 +63,18 @@ class TextCodec:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False, verbose=False)
         return ids
 
-    def render_messages(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    def render_messages(
+        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] | None = None
+    ) -> list[int]:
         """Give the ids of a conversation in the target's chat template, up to where the answer begins.
 
+        Args:
+            messages: the conversation.
+            variables: what else the template may read, such as `enable_thinking`.
+
         Raises:
-            InvalidArgument: the target has no chat template, or its template refuses the messages.
+            InvalidArgument: the target has no chat template, its template refuses the messages, or a
+                variable has a name that steers the rendering itself.
         """
         import jinja2
 
@@ -73,9 +83,17 @@ class TextCodec:
                 "messages needs a target with a chat template, and this one has none; "
                 "send the whole prompt as text_input"
             )
+        taken = set(inspect.signature(self._tokenizer.apply_chat_template).parameters)
+        for name in sorted(taken.intersection(variables or ())):
+            raise InvalidArgument(
+                f"chat_template_kwargs may not hold {name!r}, which is no variable; remove it"
+            )
         try:
             text = self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
+                [dict(message) for message in messages],
+                tokenize=False,
+                add_generation_prompt=True,
+                **(variables or {}),
             )
         except (jinja2.TemplateError, TypeError, KeyError, AttributeError) as error:
             # A template is a program: it trips in its own ways over conversations it does not expect.
@@ -142,6 +160,22 @@ def parse_messages(text: str) -> list[dict[str, Any]]:
             "messages", "must be a list of one message or more", _kind(messages), _MESSAGES_FORM
         )
     return [_parse_message(f"messages[{index}]", message) for index, message in enumerate(messages)]
+
+
+def parse_template_variables(text: str) -> dict[str, Any]:
+    """Read the variables of a chat template, a JSON object.
+
+    Raises:
+        InvalidArgument: it is none.
+    """
+    form = 'send {"enable_thinking": false}'
+    try:
+        variables = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidArgument(f"chat_template_kwargs must be JSON, and is none ({error}); {form}") from error
+    if not isinstance(variables, dict):
+        raise InvalidArgument.of("chat_template_kwargs", "must be an object", _kind(variables), form)
+    return variables
 
 
 def _parse_message(field: str, message: object) -> dict[str, Any]:
