@@ -120,8 +120,8 @@ class Exchange:
         if not (0 <= row < len(self._rows) and 0 <= values.sequence < self._sequences):
             raise IncompleteAnswerError(
                 f"the server at {self._address} answered row {values.row} of a request of "
-                f"{len(self._rows) // self._sequences} rows, sequence {values.sequence} of {self._sequences}; "
-                "is this model the `ddtree` of this project?"
+                f"{len(self._rows) // self._sequences} rows, sequence {values.sequence} of "
+                f"{self._sequences}; is this model the `ddtree` of this project?"
             )
         now_s = self._clock() - self._started
         self._rows[row].add(values, now_s)
