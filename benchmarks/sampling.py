@@ -62,6 +62,7 @@ class _Counts:
     """A sink that keeps the last statistics."""
 
     stats: Stats | None = None
+    trace = None
 
     def emit(self, delta: Delta, stats: Stats) -> None:
         del delta

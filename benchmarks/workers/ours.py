@@ -23,6 +23,8 @@ from ddtree.text import TextCodec
 class _TimedSink:
     """Notes when the first and the last tokens came."""
 
+    trace = None
+
     def __init__(self) -> None:
         self.token_ids: list[int] = []
         self.first_tokens = 0

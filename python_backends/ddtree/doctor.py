@@ -98,6 +98,8 @@ def examine(config: ServingConfig, *, prompts: Sequence[str] = PROMPTS, max_toke
 class _Answer:
     """Collects one sequence."""
 
+    trace = None
+
     def __init__(self) -> None:
         self.token_ids: list[int] = []
         self.rounds = 0

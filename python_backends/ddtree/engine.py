@@ -23,6 +23,7 @@ from ddtree.limits import Limits
 from ddtree.log_probs import read
 from ddtree.params import GenerationParams
 from ddtree.planner import RoundPlanner
+from ddtree.round_trace import Verified, note_round
 from ddtree.scheduler import DraftContext, Live, Scheduler, Sink
 from ddtree.sequence import Delta, Sequence, SequenceState
 from ddtree.stages.base import TARGET_VERIFIER, Stages
@@ -186,6 +187,7 @@ class Engine:
         watch.lap("build_tree")
         verdict = await self._stages.verify(self._plan.verify(batch, trees))
         watch.lap("verify")
+        note_round(batch, Verified(drafting, drafts, trees, verdict, watch.ms))
         emitted = self._commit(batch, verdict)
         watch.lap("commit")
         nodes = int(verdict.node_counts.sum())

@@ -15,12 +15,18 @@ import torch
 
 from ddtree.errors import ResourceExhausted
 from ddtree.events import RequestWatch
+from ddtree.round_trace import SequenceTrace
 from ddtree.sequence import Delta, Sequence, SequenceState, Stats
 from ddtree.types import AUTO_BUDGET
 
 
 class Sink(Protocol):
     """Where one sequence's answer goes."""
+
+    @property
+    def trace(self) -> SequenceTrace | None:
+        """Keeps the sequence's rounds, for a caller who asked to see them."""
+        ...
 
     def emit(self, delta: Delta, stats: Stats) -> None:
         """Take what a round added; the delta with a finish reason is the last."""

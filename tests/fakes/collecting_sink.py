@@ -4,13 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from ddtree.round_trace import SequenceTrace
 from ddtree.sequence import Delta, Stats
 
 
 class CollectingSink:
     """Keeps deltas; `cancel_after` deltas it says that nobody waits any more."""
 
-    def __init__(self, cancel_after: int | None = None, on_emit: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self,
+        cancel_after: int | None = None,
+        on_emit: Callable[[], None] | None = None,
+        trace: SequenceTrace | None = None,
+    ) -> None:
+        self.trace = trace
+        self.rounds: list[str] = []  # what the trace gave, JSON
         self.deltas: list[Delta] = []
         self.stats: Stats | None = None
         self._cancel_after = cancel_after
@@ -20,6 +28,8 @@ class CollectingSink:
         """Keep a delta."""
         assert not (self.deltas and self.deltas[-1].finish_reason), "something came after the last delta"
         self.deltas.append(delta)
+        if self.trace is not None:
+            self.rounds += self.trace.take(delta)
         self.stats = stats
         if self._on_emit is not None:
             self._on_emit()

@@ -33,7 +33,7 @@ from ddtree.text import TextCodec
 from ddtree.triton_io.bls_call import call_stage
 from ddtree.triton_io.observability import Observability
 from ddtree.triton_io.requests import parse
-from ddtree.triton_io.responses import Answer, stop_outputs
+from ddtree.triton_io.responses import Answer, stop_outputs, wants_trace
 from ddtree.triton_io.tensors import ResponseChannel, read_inputs
 
 _LOG = logging.getLogger(__name__)
@@ -77,11 +77,17 @@ class Orchestrator:
     """Answers requests with an engine."""
 
     def __init__(
-        self, engine: DecodeEngine, text: TextCodec, observability: Observability | None = None
+        self,
+        engine: DecodeEngine,
+        text: TextCodec,
+        observability: Observability | None = None,
+        outputs: frozenset[str] = frozenset(),
     ) -> None:
+        """Take the engine and `outputs`, the names a request asks for that lists none: all declared ones."""
         self._engine = engine
         self._text = text
         self._observability = observability
+        self._outputs = outputs
         self._observe: Observe = observability.observe if observability else ignore
         self._loop: asyncio.AbstractEventLoop | None = None
         self._starting = asyncio.Lock()
@@ -119,7 +125,8 @@ class Orchestrator:
 
     async def _answer(self, request: Any) -> None:
         channel = ResponseChannel(request)
-        answer = Answer(channel, frozenset(request.requested_output_names()))
+        wanted = frozenset(request.requested_output_names())
+        answer = Answer(channel, wanted, self._text if wants_trace(wanted, self._outputs) else None)
         watch = self._watch(request)
         self._observe(RequestArrived(watch))
         ended = RequestEnded(watch, "completed")
@@ -212,6 +219,10 @@ def _ended_by(error: DDTreeError, watch: RequestWatch) -> RequestEnded:
     return RequestEnded(watch, outcome, error="" if isinstance(error, InvalidArgument) else str(error))
 
 
+def _output_names(args: Mapping[str, str]) -> frozenset[str]:
+    return frozenset(output["name"] for output in json.loads(args["model_config"])["output"])
+
+
 class TritonPythonModel:
     """Triton's interface."""
 
@@ -235,7 +246,7 @@ class TritonPythonModel:
             observe=observability.observe,
         )
         observability.attach(stages, lambda: engine.is_idle)
-        self._orchestrator = Orchestrator(engine, text, observability)
+        self._orchestrator = Orchestrator(engine, text, observability, _output_names(args))
 
     async def execute(self, requests: Sequence[Any]) -> None:
         """Answer requests; Triton runs this in the background, so that many overlap."""

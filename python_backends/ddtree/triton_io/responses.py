@@ -11,10 +11,12 @@ from typing import Any, Final, Protocol
 
 import numpy as np
 
+from ddtree.detokenize import Decoder
 from ddtree.errors import DDTreeError
 from ddtree.events import CancelCause
 from ddtree.log_probs import TokenLogProbs
 from ddtree.params import GenerationParams
+from ddtree.round_trace import SequenceTrace
 from ddtree.sampling_spec import NO_LOG_PROBS
 from ddtree.sequence import Delta, Stats
 
@@ -41,7 +43,11 @@ class Channel(Protocol):
 class Answer:
     """The responses of one request, whose rows end in any order; exactly one response is the last."""
 
-    def __init__(self, channel: Channel, wanted: Collection[str]) -> None:
+    def __init__(
+        self, channel: Channel, wanted: Collection[str], trace_decoder: Decoder | None = None
+    ) -> None:
+        """Take the outputs wanted; with `trace_decoder` every row's rounds are traced in its words."""
+        self._trace_decoder = trace_decoder
         self._channel = channel
         self._wanted = wanted
         self._open_rows = 0
@@ -58,7 +64,8 @@ class Answer:
             prompt_text: gives the text of the prompt, for callers who want it back.
         """
         self._open_rows += 1
-        return RowSink(self, row, params, prompt_text)
+        trace = SequenceTrace(self._trace_decoder) if self._trace_decoder is not None else None
+        return RowSink(self, row, params, prompt_text, trace)
 
     def stop(self) -> None:
         """Let all rows end as cancelled, since another request asked for it."""
@@ -99,8 +106,15 @@ class RowSink:
     """Where the engine puts one row's deltas; see `ddtree.scheduler.Sink`."""
 
     def __init__(
-        self, answer: Answer, row: int, params: GenerationParams, prompt_text: Callable[[], str]
+        self,
+        answer: Answer,
+        row: int,
+        params: GenerationParams,
+        prompt_text: Callable[[], str],
+        trace: SequenceTrace | None = None,
     ) -> None:
+        self.trace = trace
+        self._rounds: list[str] = []
         self._answer = answer
         self._row = row
         self._params = params
@@ -117,6 +131,8 @@ class RowSink:
         self._texts.append(delta.text)
         self._ids += delta.token_ids
         self._log_probs += delta.log_probs
+        if self.trace is not None:
+            self._rounds += self.trace.take(delta)
         if not (self._params.stream or delta.finish_reason):
             return
         text, ids, log_probs = "".join(self._texts), tuple(self._ids), tuple(self._log_probs)
@@ -130,6 +146,9 @@ class RowSink:
         if sampling.top_log_probs != NO_LOG_PROBS:
             self._total_log_prob += sum(entry.model for entry in log_probs)
             outputs |= log_prob_outputs(log_probs, self._total_log_prob, sampling.top_log_probs)
+        if self._rounds:
+            outputs |= {"trace": np.array([each.encode() for each in self._rounds], dtype=np.object_)}
+            self._rounds.clear()
         if not (self._params.stream or self._params.exclude_input_in_output):
             whole = (*self._params.prompt_ids, *ids)
             outputs |= _text("text_output", self._prompt_text() + text) | _id_outputs(whole)
@@ -138,6 +157,11 @@ class RowSink:
     def is_cancelled(self) -> bool:
         """Tell whether nobody waits for this row any more."""
         return self._answer.is_cancelled()
+
+
+def wants_trace(wanted: Collection[str], declared: Collection[str]) -> bool:
+    """Tell whether a caller listed `trace`; Triton shows a request without a list as one that lists all."""
+    return "trace" in wanted and set(wanted) != set(declared)
 
 
 def delta_outputs(delta: Delta, stats: Stats, row: int, sequence_index: int = 0) -> Arrays:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +17,7 @@ from ddtree.log_probs import TokenLogProbs
 from ddtree.params import GenerationParams
 from ddtree.sampling_spec import SamplingSpec
 from ddtree.sequence import Delta, FinishReason, Stats
-from ddtree.triton_io.responses import Answer, RowSink, delta_outputs, stop_outputs
+from ddtree.triton_io.responses import Answer, RowSink, delta_outputs, stop_outputs, wants_trace
 
 STATS = Stats(prompt_tokens=4, arrival_ns=0, rounds=2, draft_tokens=8, accepted_tokens=2, emitted_tokens=5)
 ALWAYS = frozenset(delta_outputs(Delta("", (), "stop"), STATS, 0))
@@ -215,3 +217,36 @@ def test_outputs_nobody_wants_are_left_out() -> None:
     answer = Answer(channel, {"text_output", "cum_log_probs"})
     answer.open_row(0, GenerationParams(prompt_ids=(7,)), str).emit(Delta("a", (5,), "stop"), STATS)
     assert channel.sent == [{"text_output": [b"a"]}]
+
+
+class _Letters:
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return "".join(chr(97 + token) for token in token_ids)
+
+    def is_silent(self, token_id: int) -> bool:
+        return token_id < 0
+
+    def is_byte(self, token_id: int) -> bool:
+        return token_id < 0
+
+
+def test_a_trace_is_kept_for_who_lists_it_and_for_nobody_else() -> None:
+    declared = {"text_output", "finish_reason", "trace"}
+    assert wants_trace({"text_output", "trace"}, declared)
+    assert not wants_trace({"text_output"}, declared)
+    # Without a list of outputs Triton shows all that are declared.
+    assert not wants_trace(declared, declared)
+    _, (untraced,) = rows_of(RecordingChannel(), True)
+    assert untraced.trace is None
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_the_trace_comes_with_the_round_that_it_is_about(stream: bool) -> None:
+    channel = RecordingChannel()
+    answer = Answer(channel, {"text_output", "trace"}, _Letters())
+    sink = answer.open_row(0, GenerationParams(prompt_ids=(7,), stream=stream), lambda: "")
+    sink.emit(Delta("a", (0,)), STATS)
+    sink.emit(Delta("bc", (1, 2), "stop"), STATS)
+    sent = [[json.loads(each)["emitted"]["ids"] for each in one["trace"]] for one in channel.sent]
+    assert sent == ([[[0]], [[1, 2]]] if stream else [[[0], [1, 2]]])
+    assert {"text_output", "trace"} == set(channel.sent[0])
