@@ -20,6 +20,7 @@ from ddtree.config import ServingConfig
 from ddtree.engine import Engine
 from ddtree.errors import InvalidArgument
 from ddtree.models.draft_checkpoint import open_checkpoint
+from ddtree.models.target import TargetModel
 from ddtree.params import GenerationParams
 from ddtree.rehearsal import Decoded, Rehearsal, possible_misreadings
 from ddtree.scheduler import Scheduler
@@ -152,6 +153,7 @@ def _find_cause(
     stages: InProcessStages, config: ServingConfig, decoded: Sequence[Decoded], length: float
 ) -> tuple[tuple[Trial, ...], str]:
     target = stages.verifier.target
+    assert isinstance(target, TargetModel), "the rehearsal reads hidden states of transformers' own model"
     checkpoint = open_checkpoint(config.draft)
     misreadings = possible_misreadings(checkpoint.config, target.model.config, config.target)
     rehearsal = Rehearsal(config, target, decoded, [reading.draft for reading in misreadings])

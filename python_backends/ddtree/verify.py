@@ -20,8 +20,7 @@ from ddtree.attention.plan import Segment, StepPlan
 from ddtree.budget import CostCurve, measure
 from ddtree.errors import InvalidArgument
 from ddtree.grammar import GrammarCompiler
-from ddtree.kv_cache import KvPool
-from ddtree.models.target import TargetModel, TargetStep
+from ddtree.models.target import Target, TargetStep
 from ddtree.pruning import prune
 from ddtree.samplers import Samplers
 from ddtree.sampling import choose
@@ -63,7 +62,7 @@ class TargetVerifier:
 
     def __init__(
         self,
-        target: TargetModel,
+        target: Target,
         projection: nn.Module,
         limits: VerifierLimits,
         *,
@@ -89,11 +88,8 @@ class TargetVerifier:
         self._samplers = Samplers(target.vocab_size, target.device, grammars)
         self._device = target.device
         self.feature_dtype = target.dtype
-        self.pool = KvPool(
-            target.cache_shape(feature_size),
-            budget_bytes=limits.kv_cache_bytes,
-            page_size=limits.page_size,
-            device=target.device,
+        self.pool = target.make_pool(
+            feature_size, budget_bytes=limits.kv_cache_bytes, page_size=limits.page_size
         )
         self.sessions = SessionTable(self.pool, ttl_s=limits.session_ttl_s)
         self._cost = CostCurve(rows=(1,), ms=(1.0,))

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from ddtree.attention import sdpa
 from ddtree.attention.plan import StepPlan
 from ddtree.errors import CheckpointError
-from ddtree.kv_cache import CacheShape
+from ddtree.kv_cache import CacheShape, KvPool
 from ddtree.models import loading, packed, target_config
 
 
@@ -29,6 +29,31 @@ class TargetStep:
 
     logits: torch.Tensor  # [kept rows, V]
     taps: tuple[torch.Tensor, ...]  # per tap layer [rows, H]
+
+
+class Target(Protocol):
+    """What the verifier asks of a target, whoever runs its layers."""
+
+    vocab_size: int
+    context_length: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of activations and cache."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """Where logits and taps are."""
+        ...
+
+    def make_pool(self, feature_size: int, *, budget_bytes: int, page_size: int) -> KvPool:
+        """The cache's pages, `budget_bytes` in all, a projected feature beside each slot included."""
+        ...
+
+    def forward(self, token_ids: torch.Tensor, plan: StepPlan, keep: torch.Tensor) -> TargetStep:
+        """Run one packed step, see `TargetModel.forward`."""
+        ...
 
 
 class TargetModel:
@@ -97,6 +122,12 @@ class TargetModel:
         """What the target stores per KV slot, with a projected feature of `feature_size` beside it."""
         sizes = target_config.attention_sizes(self.config)
         return replace(sizes, feature_size=feature_size, dtype=self.dtype)
+
+    def make_pool(self, feature_size: int, *, budget_bytes: int, page_size: int) -> KvPool:
+        """The cache's pages, `budget_bytes` in all, a projected feature beside each slot included."""
+        return KvPool(
+            self.cache_shape(feature_size), budget_bytes=budget_bytes, page_size=page_size, device=self.device
+        )
 
     @torch.inference_mode()
     def forward(
