@@ -1,8 +1,9 @@
 """What one packed forward is: which rows belong to which session, and who may see whom.
 
 Rows of all sequences stand one after another in one batch row. A segment is one sequence's share: either a
-chunk of a prompt (each row sees the rows before it) or a tree (each row sees its ancestors). This module
-knows the shapes, not how attention is computed.
+chunk of a prompt (each row sees the rows before it) or a tree (each row sees its ancestors). Where the target
+has recurrent layers too, the plan carries their step. This module knows the shapes, not how attention is
+computed.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from dataclasses import dataclass, field
 import torch
 
 from ddtree.kv_cache import KvPool, Pages
+from ddtree.recurrent.state_pool import StatePool
+from ddtree.recurrent.step import RecurrentStep, Span
 
 
 @dataclass(frozen=True)
@@ -24,6 +27,7 @@ class Segment:
     prefix: int  # committed length: all of it is visible to every row
     depths: torch.Tensor  # [count] position of each row after the prefix; 0 for the first
     sees: torch.Tensor | None  # [count, count] bool, which rows see which; None: each sees those before it
+    state: int | None = None  # the session's recurrent state, for a target that has such layers
 
     @property
     def stop(self) -> int:
@@ -38,18 +42,37 @@ class StepPlan:
     pool: KvPool
     segments: tuple[Segment, ...]
     slots: torch.Tensor  # [rows] int64, pool slot where each row's keys and values are staged
+    recurrent: RecurrentStep | None = None
     _masks: dict[tuple[int, int | None, int], torch.Tensor | None] = field(default_factory=dict, repr=False)
 
     @classmethod
-    def build(cls, pool: KvPool, segments: tuple[Segment, ...]) -> StepPlan:
+    def build(
+        cls,
+        pool: KvPool,
+        segments: tuple[Segment, ...],
+        states: StatePool | None = None,
+        *,
+        keeps: bool = False,
+    ) -> StepPlan:
         """Stage each segment's rows at the slots that follow its committed ones.
 
         The caller has checked that the rows fit into the session's pages.
+
+        Args:
+            pool: the pages.
+            segments: the sequences.
+            states: of the recurrent layers, if the target has any.
+            keeps: whether the recurrent states take in all rows at once; otherwise they wait for a commit.
         """
         for segment in segments:
             assert segment.prefix + segment.count <= segment.pages.capacity, "a segment overruns its pages"
         slots = [segment.pages.slots[segment.prefix : segment.prefix + segment.count] for segment in segments]
-        return cls(pool, segments, torch.cat(slots))
+        recurrent = None if states is None else RecurrentStep.build(states, _spans(segments), keeps=keeps)
+        return cls(pool, segments, torch.cat(slots), recurrent)
+
+    def page_layer(self, layer: int) -> int:
+        """Where a decoder layer stands among those that have pages."""
+        return layer if self.recurrent is None else self.recurrent.pool.shape.others_before(layer)
 
     @property
     def positions(self) -> torch.Tensor:
@@ -88,6 +111,14 @@ class StepPlan:
             keys = torch.cat([torch.arange(segment.prefix, device=device), rows])
             visible = visible & (rows[:, None] - keys < window)
         return visible
+
+
+def _spans(segments: tuple[Segment, ...]) -> list[Span]:
+    spans = []
+    for segment in segments:
+        assert segment.state is not None, "a segment of this target needs a recurrent state"
+        spans.append(Span(segment.start, segment.count, segment.state, segment.depths, segment.sees))
+    return spans
 
 
 def _additive(visible: torch.Tensor, groups: int, dtype: torch.dtype) -> torch.Tensor:

@@ -76,7 +76,7 @@ def tree_attention(
             raise UnsupportedAttention(name)
     if not options.get("is_causal", getattr(module, "is_causal", True)):
         raise UnsupportedAttention("attention that is not causal")
-    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    layer = ddtree_plan.page_layer(int(module.layer_idx))  # type: ignore[arg-type]
     ddtree_plan.pool.write(layer, ddtree_plan.slots, key[0].transpose(0, 1), value[0].transpose(0, 1))
     outputs = []
     for index, segment in enumerate(ddtree_plan.segments):

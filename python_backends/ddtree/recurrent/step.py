@@ -1,0 +1,218 @@
+"""One packed step through the recurrent layers: which rows follow which, and what becomes of the states.
+
+Rows of all sequences stand one after another, as in the attention's step plan. A step either *stages* (every
+sequence brings a tree or a chain, the states stay as they are, and `commit` later takes one path of each) or
+*reads* (every sequence brings a chain that is kept whole: a prompt's chunk, whose states move on layer by
+layer).
+
+All indices are made once per step and shared by the layers. A row's convolution sees itself and its nearest
+ancestors, then the session's tail, never its flat neighbours:
+
+    tree  0 -> 1, 0 -> 2, 2 -> 3        tail a b c (last: c), kernel 4
+    row 0: a b c 0    row 1: b c 0 1    row 2: b c 0 2    row 3: c 0 2 3
+
+This module knows indices and the pool; not models, sessions or acceptance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional
+
+from ddtree.recurrent.gated_delta import Rows, commit_path, read_chain, stage_tree
+from ddtree.recurrent.state_pool import StatePool
+
+
+@dataclass(frozen=True)
+class Span:
+    """One sequence's rows in a step."""
+
+    start: int
+    count: int
+    state: int  # its place in the pool
+    depths: torch.Tensor  # [count] int64, depth of each row after the committed prefix
+    sees: torch.Tensor | None  # [count, count] bool; None: each row sees those before it
+
+
+@dataclass(frozen=True)
+class LayerRows:
+    """A layer's rows as its projections and its convolution give them, `n` of all sequences."""
+
+    queries: torch.Tensor  # [n, Hk, dk] float32, normalised and scaled
+    keys: torch.Tensor  # [n, Hk, dk] float32, normalised
+    values: torch.Tensor  # [n, Hv, dv]
+    log_decays: torch.Tensor  # [n, Hv] float32
+    betas: torch.Tensor  # [n, Hv]
+
+
+@dataclass(frozen=True)
+class RecurrentStep:
+    """One step; unless it keeps its rows it is to be followed by a commit."""
+
+    pool: StatePool
+    states: torch.Tensor  # [S] int64
+    starts: torch.Tensor  # [S] int64, first row of each sequence
+    counts: torch.Tensor  # [S] int64
+    widest: int  # N, rows of the longest sequence
+    sees: torch.Tensor | None  # [S, N, N] bool, padded; a padding row sees itself; None: chains that are kept
+    windows: torch.Tensor  # [n, kernel] int64 into all sequences' tails, one after another, and the rows
+    places: torch.Tensor  # [n] int64 into [S * N], where each row stands in the padded batch
+
+    @property
+    def keeps(self) -> bool:
+        """Whether the states move on as the rows are read; nothing is left to be committed."""
+        return self.sees is None
+
+    @classmethod
+    def build(cls, pool: StatePool, spans: Sequence[Span], *, keeps: bool) -> RecurrentStep:
+        """Work out the indices of a step.
+
+        Args:
+            pool: the states.
+            spans: the sequences, in the order of their rows, which leave no gap.
+            keeps: whether all of them are chains that are kept whole.
+        """
+        device = pool.matrices.device
+        widest = max(span.count for span in spans)
+        rows = sum(span.count for span in spans)
+        assert keeps or rows <= pool.size.rows, f"{rows} rows are staged, the stash holds {pool.size.rows}"
+        assert not keeps or all(span.sees is None for span in spans), "only chains are kept whole"
+        tails = len(spans) * (pool.shape.kernel - 1)
+        sees, windows, places = [], [], []
+        for index, span in enumerate(spans):
+            tail = index * (pool.shape.kernel - 1)
+            windows.append(_windows(span, tail, tails + span.start, pool.shape.kernel))
+            places.append(index * widest + torch.arange(span.count, device=device))
+            if not keeps:
+                sees.append(_pad(_chain(span.count, device) if span.sees is None else span.sees, widest))
+        return cls(
+            pool,
+            torch.tensor([span.state for span in spans], device=device),
+            torch.tensor([span.start for span in spans], device=device),
+            torch.tensor([span.count for span in spans], device=device),
+            widest,
+            None if keeps else torch.stack(sees),
+            torch.cat(windows),
+            torch.cat(places),
+        )
+
+    def convolve(
+        self,
+        layer: int,
+        inputs: torch.Tensor,  # [n, channels]
+        weight: torch.Tensor,  # [channels, kernel]
+    ) -> torch.Tensor:
+        """Convolve along each row's path, `[n, channels]` float32; what a commit needs is noted."""
+        place = self.pool.place(layer)
+        tails = self.pool.tails[place, self.states]
+        sources = torch.cat((tails.flatten(0, 1), inputs))
+        output = torch.zeros(inputs.shape, dtype=torch.float32, device=inputs.device)
+        for position in range(self.windows.shape[1]):
+            output.addcmul_(sources[self.windows[:, position]].float(), weight[:, position].float())
+        if self.keeps:
+            self.pool.tails[place, self.states] = _next_tails(tails, inputs, self._chain_rows(), self.counts)
+        else:
+            self.pool.stash.inputs[place, : len(inputs)] = inputs
+        return output
+
+    def mix(self, layer: int, rows: LayerRows) -> torch.Tensor:
+        """Run the recurrence along each row's path, `[n, Hv, dv]` float32."""
+        place = self.pool.place(layer)
+        matrices = self.pool.matrices[place, self.states]
+        padded = Rows(
+            self._pad_rows(rows.queries),
+            self._pad_rows(rows.keys),
+            self._pad_rows(rows.values.float()),
+            self._pad_rows(rows.log_decays.unsqueeze(-1)).squeeze(-1),
+            self._pad_rows(rows.betas.float().unsqueeze(-1)).squeeze(-1),
+        )
+        if self.sees is None:
+            read = read_chain(padded, matrices)
+            self.pool.matrices[place, self.states] = read.states
+            return self._flat(read.outputs)
+        staged, stash = stage_tree(padded, matrices, self.sees), self.pool.stash.layer(place)
+        count = len(rows.keys)
+        stash.keys[:count] = rows.keys
+        stash.updates[:count] = self._flat(staged.updates)
+        stash.decays[:count] = self._flat(staged.decays.unsqueeze(-1)).squeeze(-1)
+        return self._flat(staged.outputs)
+
+    def commit(
+        self,
+        paths: torch.Tensor,  # [S, J] int64, nodes of each path, root first; what lies beyond it is not read
+        lengths: torch.Tensor,  # [S] int64, nodes of each path, 0..J
+    ) -> None:
+        """Move every state along its path. The other nodes leave no trace."""
+        assert not self.keeps, "what was read is committed already"
+        is_path = torch.arange(paths.shape[1], device=paths.device) < lengths[:, None]
+        rows = self.starts[:, None] + paths.masked_fill(~is_path, 0)
+        # One layer at a time: a copy of all layers' states at once would be as large as the states.
+        for place in range(len(self.pool.shape.layers)):
+            stash = self.pool.stash.layer(place)
+            self.pool.matrices[place, self.states] = commit_path(
+                self.pool.matrices[place, self.states],
+                stash.keys[rows].transpose(1, 2),
+                stash.updates[rows].transpose(1, 2),
+                stash.decays[rows].transpose(1, 2),
+                lengths,
+            )
+            tails = self.pool.tails[place, self.states]
+            self.pool.tails[place, self.states] = _next_tails(tails, stash.inputs, rows, lengths)
+
+    def _chain_rows(self) -> torch.Tensor:
+        """Rows `[S, N]` of chains; beyond their ends any."""
+        rows = self.starts[:, None] + torch.arange(self.widest, device=self.starts.device)
+        return rows.clamp(max=len(self.places) - 1)
+
+    def _pad_rows(self, rows: torch.Tensor) -> torch.Tensor:
+        """`[n, heads, d]` to `[S, heads, N, d]`, zeros where there is no row."""
+        batch, size = rows, len(self.states) * self.widest
+        if len(rows) != size:
+            batch = rows.new_zeros((size, *rows.shape[1:])).index_copy_(0, self.places, rows)
+        return batch.view(len(self.states), self.widest, *rows.shape[1:]).transpose(1, 2)
+
+    def _flat(self, batch: torch.Tensor) -> torch.Tensor:
+        """Undo `_pad_rows`."""
+        return batch.transpose(1, 2).flatten(0, 1)[self.places]
+
+
+def _chain(count: int, device: torch.device) -> torch.Tensor:
+    return torch.ones((count, count), dtype=torch.bool, device=device).tril()
+
+
+def _pad(sees: torch.Tensor, widest: int) -> torch.Tensor:
+    missing = widest - len(sees)
+    padded = functional.pad(sees, (0, missing, 0, missing))
+    padded.diagonal()[len(sees) :] = True
+    return padded
+
+
+def _windows(span: Span, tail: int, start: int, kernel: int) -> torch.Tensor:
+    """Sources of each row's window, oldest first; `tail` and `start` say where tail and rows begin."""
+    columns = []
+    for back in range(kernel - 1, -1, -1):
+        wanted = span.depths - back
+        if span.sees is None:
+            ancestor = wanted.clamp(min=0)
+        else:
+            # A row sees exactly one row of each depth above it, so the largest match is the only one.
+            ancestor = (span.sees & (span.depths == wanted[:, None])).to(torch.uint8).argmax(1)
+        columns.append(torch.where(wanted >= 0, start + ancestor, tail + kernel - 1 + wanted))
+    return torch.stack(columns, dim=1)
+
+
+def _next_tails(
+    tails: torch.Tensor,  # [S, kernel - 1, channels]
+    inputs: torch.Tensor,  # [rows, channels]
+    paths: torch.Tensor,  # [S, J] int64 rows of each path
+    lengths: torch.Tensor,  # [S]
+) -> torch.Tensor:
+    """The last inputs of (tail, path), `[S, kernel - 1, channels]`."""
+    size = tails.shape[1]
+    places = lengths[:, None] + torch.arange(size, device=lengths.device)  # in (tail, path)
+    rows = paths.gather(1, (places - size).clamp(min=0, max=paths.shape[1] - 1))
+    kept = tails.gather(1, places.clamp(max=size - 1)[..., None].expand_as(tails))
+    return torch.where((places < size)[..., None], kept, inputs[rows])
