@@ -17,7 +17,16 @@ from ddtree_client.errors import (
     ServerUnavailableError,
 )
 from ddtree_client.health import Health, ModelHealth
-from ddtree_client.types import Chunk, GenerateOptions, Message, Result, Stats, Tls, TokenLogProbs
+from ddtree_client.types import (
+    Chunk,
+    GenerateOptions,
+    Message,
+    Result,
+    Stats,
+    Tls,
+    TokenLogProbs,
+    TracedRound,
+)
 
 __all__ = [
     "AsyncClient",
@@ -42,4 +51,5 @@ __all__ = [
     "Stream",
     "Tls",
     "TokenLogProbs",
+    "TracedRound",
 ]

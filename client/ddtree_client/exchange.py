@@ -14,7 +14,7 @@ from typing import Any
 from uuid import uuid4
 
 from ddtree_client.errors import DDTreeClientError, IncompleteAnswerError, error_from_status, error_from_text
-from ddtree_client.types import Chunk, GenerateOptions, Result, Stats, TokenLogProbs
+from ddtree_client.types import Chunk, GenerateOptions, Result, Stats, TokenLogProbs, TracedRound
 from ddtree_client.wire import Prompts, ResponseValues, build_request, read_response
 
 
@@ -25,6 +25,7 @@ class _Row:
     texts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     log_probs: list[TokenLogProbs] = field(default_factory=list)
+    trace: list[TracedRound] = field(default_factory=list)
     output_tokens: int = 0
     first_chunk_tokens: int = 0
     first_token_s: float | None = None
@@ -40,6 +41,7 @@ class _Row:
         self.texts.append(values.text)
         self.token_ids.extend(values.token_ids)
         self.log_probs.extend(values.log_probs)
+        self.trace.extend(values.trace)
         self.output_tokens += new_tokens
         self.last_s = now_s
         if self.first_token_s is None and new_tokens > 0:
@@ -67,6 +69,7 @@ class _Row:
                 total_s=self.last_s,
             ),
             log_probs=tuple(self.log_probs),
+            trace=tuple(self.trace),
         )
 
 
@@ -133,6 +136,7 @@ class Exchange:
             finish_reason=values.finish_reason,
             elapsed_s=now_s,
             log_probs=values.log_probs,
+            trace=values.trace,
         )
         if not self.ended:
             return chunk

@@ -8,11 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypedDict
+from typing import Any, Literal, TypedDict
 
 DraftMode = Literal["tree", "chain", "off"]
 Message = Mapping[str, str]
 """One turn of a conversation: ``{"role": "user", "content": "…"}``."""
+TracedRound = Mapping[str, Any]
+"""A round as the server traced it: its tree, the accepted path, its times; see the server's docs/TRACE.md."""
 
 
 class GenerateOptions(TypedDict, total=False):
@@ -64,6 +66,8 @@ class GenerateOptions(TypedDict, total=False):
     """An EBNF (with ``::=``) or Lark grammar that the answer must match."""
     guided_choice: Sequence[str] | None
     """The answer is one of these strings."""
+    trace: bool | None
+    """Give with every chunk the rounds that made it (``Chunk.trace``)."""
     ignore_eos: bool | None
     """Go on after the model's stop token, to measure with a fixed length."""
 
@@ -102,6 +106,7 @@ class Chunk:
     finish_reason: str  # "stop" | "length" | "cancelled" on the last chunk, "" before
     elapsed_s: float  # since the request was sent
     log_probs: tuple[TokenLogProbs, ...] = ()  # one per token id, when asked for
+    trace: tuple[TracedRound, ...] = ()  # the rounds it is made of, when asked for
 
 
 @dataclass(frozen=True)
@@ -144,3 +149,4 @@ class Result:
     finish_reason: str
     stats: Stats
     log_probs: tuple[TokenLogProbs, ...] = ()  # one per token id, when asked for
+    trace: tuple[TracedRound, ...] = ()  # the rounds it is made of, when asked for

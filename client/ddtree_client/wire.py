@@ -17,7 +17,7 @@ from tritonclient.grpc import InferResult, service_pb2
 from tritonclient.utils import serialize_byte_tensor
 
 from ddtree_client.errors import InvalidRequestError
-from ddtree_client.types import GenerateOptions, Message, TokenLogProbs
+from ddtree_client.types import GenerateOptions, Message, TokenLogProbs, TracedRound
 
 FINAL_PARAMETER = "triton_final_response"
 
@@ -63,6 +63,14 @@ OPTION_INPUTS: Mapping[str, InputSpec] = {
     "ignore_eos": InputSpec("ignore_eos", "BOOL"),
 }
 
+# What is read of a response, and the trace, which the server sends only to who lists it.
+_TRACED_OUTPUTS = (
+    "batch_index", "sequence_index", "text_output", "output_ids", "finish_reason", "num_output_tokens",
+    "num_input_tokens", "num_rounds", "total_accepted_draft_tokens", "total_draft_tokens",
+    "output_log_probs", "drawn_log_probs", "top_log_prob_ids", "top_log_probs", "output_token_bytes",
+    "top_log_prob_bytes", "trace",
+)  # fmt: skip
+
 # Always on: chunks as they are made, without the prompt, with what the statistics need.
 _FIXED_INPUTS = tuple(
     InputSpec(name, "BOOL")
@@ -97,6 +105,7 @@ class ResponseValues:
     accepted_draft_tokens: int | None
     draft_tokens: int | None
     log_probs: tuple[TokenLogProbs, ...] = ()
+    trace: tuple[TracedRound, ...] = ()
 
 
 def one_prompt(
@@ -149,6 +158,10 @@ def build_request(*, model: str, request_id: str, prompts: Prompts, options: Gen
             request, prompts.spec, [_checked(prompts.spec, prompts.spec.name, [row]) for row in prompts.rows]
         )
     for option, value in options.items():
+        if option == "trace":
+            for name in _TRACED_OUTPUTS if value else ():
+                request.outputs.add(name=name)
+            continue
         if option not in OPTION_INPUTS:
             raise TypeError(f"unknown option {option!r}; there are {', '.join(OPTION_INPUTS)}")
         if value is None:
@@ -181,6 +194,7 @@ def read_response(response: Any) -> ResponseValues | None:
         accepted_draft_tokens=_integer(result, "total_accepted_draft_tokens"),
         draft_tokens=_integer(result, "total_draft_tokens"),
         log_probs=_log_probs(result),
+        trace=tuple(json.loads(each) for each in _flat(result, "trace").tolist()),
     )
 
 
