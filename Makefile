@@ -28,7 +28,7 @@ REQUIREMENTS := $(wildcard requirements/*.txt)
 DEPLOY_TOOLS := $(wildcard requirements/deploy/*.txt) deploy/docker/download.txt tests/deploy/kube/tools.py
 PACKAGES := python_backends client deploy/local
 # What `make lint` checks; Triton fixes the name model.py, so those are checked one by one.
-CHECKED := $(wildcard python_backends/ddtree client/ddtree_client deploy/local/ddtree_local benchmarks tests) deploy/helm/chart_docs.py $(wildcard deploy/helm/ddtree/files/*.py)
+CHECKED := $(wildcard python_backends/ddtree client/ddtree_client client/ddtree_gateway deploy/local/ddtree_local benchmarks tests) deploy/helm/chart_docs.py $(wildcard deploy/helm/ddtree/files/*.py)
 MODELS := $(wildcard model_repository/*/1/model.py tests/fakes/*/1/model.py tests/triton/repositories/*/*/1/model.py)
 
 help: ## list the targets

@@ -8,7 +8,7 @@ and their results, not how they are made.
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import aclosing, closing
 from typing import Protocol
 
@@ -90,7 +90,7 @@ class ClientMetrics:
                 for chunk in chunks:
                     request.take(chunk)
                     yield chunk
-            request.complete(stream.result)
+            request.complete((stream.result,))
         except DDTreeClientError as error:
             request.outcome = error.code.lower()
             raise
@@ -105,7 +105,7 @@ class ClientMetrics:
                 async for chunk in chunks:
                     request.take(chunk)
                     yield chunk
-            request.complete(stream.result)
+            request.complete(stream.results)
         except DDTreeClientError as error:
             request.outcome = error.code.lower()
             raise
@@ -139,13 +139,13 @@ class _Request:
             self._numbers.first.labels(self._mode).observe(now - self._started)
         self._has_tokens, self._last = True, now
 
-    def complete(self, result: Result) -> None:
-        """Count the whole."""
+    def complete(self, results: Iterable[Result]) -> None:
+        """Count the whole, of one sequence or more."""
         self.outcome = "completed"
-        stats = result.stats
-        self._numbers.draft_tokens.labels(self._mode).inc(stats.draft_tokens)
-        self._numbers.accepted_tokens.labels(self._mode).inc(stats.accepted_draft_tokens)
-        self._numbers.rounds.labels(self._mode).inc(stats.rounds)
+        for stats in (result.stats for result in results):
+            self._numbers.draft_tokens.labels(self._mode).inc(stats.draft_tokens)
+            self._numbers.accepted_tokens.labels(self._mode).inc(stats.accepted_draft_tokens)
+            self._numbers.rounds.labels(self._mode).inc(stats.rounds)
         self._numbers.seconds.labels(self._mode).observe(time.perf_counter() - self._started)
 
     def end(self) -> None:
