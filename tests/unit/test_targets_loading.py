@@ -21,9 +21,9 @@ from transformers import (
     GPT2Config,
     Llama4TextConfig,
     LlamaConfig,
+    MiniMaxConfig,
     Phi3Config,
     PretrainedConfig,
-    Qwen3NextConfig,
 )
 
 from ddtree.errors import CheckpointError
@@ -144,13 +144,12 @@ def test_longrope_ends_where_its_positions_would_turn_otherwise(tmp_path: Path) 
 
 
 REFUSED: dict[str, tuple[Callable[[], PretrainedConfig], str]] = {
-    "recurrent layers": (
-        lambda: Qwen3NextConfig(
-            **COMMON, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16,
-            shared_expert_intermediate_size=16, linear_num_key_heads=2, linear_num_value_heads=2,
-            linear_key_head_dim=8, linear_value_head_dim=8,
+    "linear attention of another kind": (
+        lambda: MiniMaxConfig(
+            **COMMON, num_local_experts=4, num_experts_per_tok=2,
+            layer_types=["linear_attention", "full_attention"] * 2,
         ),
-        "expected layer_types of full_attention, sliding_attention, found linear_attention",
+        "found linear_attention; a draft tree can only be verified where every layer is attention over single",
     ),
     "recurrence beside attention": (
         lambda: FalconH1Config(

@@ -8,7 +8,8 @@ not read here: three tiny forwards show it.
           chain x y          tree x (d, y)          chain x d y
           y sees x           y sees x, not d        y sees x and d
 
-The logits of `y` must be the same in the first two, however much `d` would have changed them.
+The logits of `y` must be the same in the first two, however much `d` would have changed them. Known recurrent
+layers (`gated_delta_net`) are tried in the same way, each time from an empty state.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from ddtree.attention.sdpa import UnsupportedAttention
 from ddtree.errors import CheckpointError
 from ddtree.kv_cache import KvPool
 from ddtree.models.target import TargetModel
+from ddtree.recurrent.state_pool import PoolSize, StatePool
 
 _ROWS = 3
 # Rounding differs with the number of rows; in bf16 an expert may even change. A model that lets `d` through
@@ -64,7 +66,7 @@ def check_trees_work(target: TargetModel) -> None:
         raise CheckpointError(
             f"target: {name} runs {len(missing)} of {len(set(expected))} layers (the first is "
             f"{missing[0] if missing else 0}) without transformers' attention interface, so a tree mask does "
-            "not reach them; only decoders whose every layer is attention are served"
+            "not reach them; only decoders whose every layer is attention or a known recurrence are served"
         )
     chain, tree, longer = logits
     off, reach = float((tree - chain).norm()), float((longer - chain).norm())
@@ -78,8 +80,9 @@ def check_trees_work(target: TargetModel) -> None:
 
 def _logits_of_y(target: TargetModel, pool: KvPool) -> list[torch.Tensor]:
     """The last row's logits of chain, tree and longer chain, each `[V]` float32."""
-    pages = pool.reserve(_ROWS)
+    pages, shape = pool.reserve(_ROWS), target.state_shape()
     assert pages is not None, "the pool was made for these rows"
+    states = None if shape is None else StatePool(shape, PoolSize(_ROWS, _ROWS), target.device)
     x, d, y = (token % target.vocab_size for token in (3, 7, 5))
     siblings = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]], dtype=torch.bool, device=target.device)
     logits = []
@@ -89,7 +92,8 @@ def _logits_of_y(target: TargetModel, pool: KvPool) -> list[torch.Tensor]:
         ((x, d, y), (0, 1, 2), None),
     ):
         place = torch.tensor(depths, device=target.device)
-        plan = StepPlan.build(pool, (Segment(0, len(tokens), pages, 0, place, sees),))
+        state = None if states is None else states.reserve()
+        plan = StepPlan.build(pool, (Segment(0, len(tokens), pages, 0, place, sees, state),), states)
         ids = torch.tensor(tokens, device=target.device)
         logits.append(target.forward(ids, plan, ids.new_tensor([len(tokens) - 1])).logits[0].float())
     return logits

@@ -20,7 +20,8 @@ from ddtree.attention import sdpa
 from ddtree.attention.plan import StepPlan
 from ddtree.errors import CheckpointError
 from ddtree.kv_cache import CacheShape, KvPool
-from ddtree.models import loading, packed, target_config
+from ddtree.models import gated_delta_net, loading, packed, target_config
+from ddtree.recurrent.state_pool import StateShape
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,7 @@ class TargetModel:
         """
         resolved = loading.resolve_dtype(dtype, loading.read_target_config(folder))
         model = loading.load_target(folder, dtype=resolved, device=device, attention=sdpa.register())
+        gated_delta_net.install(model)
         target = cls(model, taps)
         if packed.can_pack(device, resolved):
             packed.pack(model)
@@ -122,6 +124,10 @@ class TargetModel:
         """What the target stores per KV slot, with a projected feature of `feature_size` beside it."""
         sizes = target_config.attention_sizes(self.config)
         return replace(sizes, feature_size=feature_size, dtype=self.dtype)
+
+    def state_shape(self) -> StateShape | None:
+        """What the target's recurrent layers keep of a session; None when every layer is attention."""
+        return target_config.state_shape(self.config, self.dtype)
 
     def make_pool(self, feature_size: int, *, budget_bytes: int, page_size: int) -> KvPool:
         """The cache's pages, `budget_bytes` in all, a projected feature beside each slot included."""

@@ -7,10 +7,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from ddtree.errors import CheckpointError
 from ddtree.kv_cache import CacheShape
+from ddtree.recurrent.state_pool import StateShape
 
 _LAYER_TYPES = ("full_attention", "sliding_attention")
+_RECURRENT = "linear_attention"
+# Whose linear attention is the Gated DeltaNet that `gated_delta_net` knows; others have the name in common.
+_GATED_DELTA_NETS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 
 
 def check_target_config(config: Any) -> None:
@@ -23,11 +29,13 @@ def check_target_config(config: Any) -> None:
         CheckpointError: one line with what was expected and what was found, without the file's name.
     """
     text = config.get_text_config()
-    kinds = sorted(set(getattr(text, "layer_types", None) or _LAYER_TYPES[:1]) - set(_LAYER_TYPES))
+    known = {*_LAYER_TYPES, _RECURRENT} if text.model_type in _GATED_DELTA_NETS else set(_LAYER_TYPES)
+    kinds = sorted(set(getattr(text, "layer_types", None) or _LAYER_TYPES[:1]) - known)
     if kinds:
         raise CheckpointError(
             f"expected layer_types of {', '.join(_LAYER_TYPES)}, found {', '.join(kinds)}; a draft tree can "
-            "only be verified where every layer is attention over single tokens"
+            "only be verified where every layer is attention over single tokens, or the linear attention of "
+            f"{', '.join(_GATED_DELTA_NETS)}"
         )
     try:
         attention_sizes(config)
@@ -41,12 +49,35 @@ def check_target_config(config: Any) -> None:
 
 
 def attention_sizes(config: Any) -> CacheShape:
-    """Layers, KV heads and head size."""
+    """Layers that have pages, KV heads and head size."""
     text = config.get_text_config()
     heads = int(text.num_attention_heads)
     head_dim = getattr(text, "head_dim", None) or int(text.hidden_size) // heads
     kv_heads = int(getattr(text, "num_key_value_heads", None) or heads)
-    return CacheShape(int(text.num_hidden_layers), kv_heads, int(head_dim))
+    layers = int(text.num_hidden_layers) - len(recurrent_layers(config))
+    return CacheShape(layers, kv_heads, int(head_dim))
+
+
+def recurrent_layers(config: Any) -> tuple[int, ...]:
+    """Decoder layers that keep a state instead of pages."""
+    kinds = getattr(config.get_text_config(), "layer_types", None) or ()
+    return tuple(layer for layer, kind in enumerate(kinds) if kind == _RECURRENT)
+
+
+def state_shape(config: Any, dtype: torch.dtype) -> StateShape | None:
+    """What recurrent layers keep of a session of a target served in `dtype`; None where there are none."""
+    text, layers = config.get_text_config(), recurrent_layers(config)
+    if not layers:
+        return None
+    return StateShape(
+        layers,
+        key_heads=int(text.linear_num_key_heads),
+        value_heads=int(text.linear_num_value_heads),
+        key_dim=int(text.linear_key_head_dim),
+        value_dim=int(text.linear_value_head_dim),
+        kernel=int(text.linear_conv_kernel_dim),
+        dtype=dtype,
+    )
 
 
 def context_length(config: Any) -> int:
