@@ -149,7 +149,7 @@ REFUSED: dict[str, tuple[Callable[[], PretrainedConfig], str]] = {
             **COMMON, num_local_experts=4, num_experts_per_tok=2,
             layer_types=["linear_attention", "full_attention"] * 2,
         ),
-        "found linear_attention; a draft tree can only be verified where every layer is attention over single",
+        "found linear_attention; a draft tree can only be verified where every layer is attention over",
     ),
     "recurrence beside attention": (
         lambda: FalconH1Config(
