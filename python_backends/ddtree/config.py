@@ -51,10 +51,12 @@ class ServingConfig:
     kv_cache_mib: int = 512  # bytes of the verifier's pages, projected features included
     draft_kv_cache_mib: int = 128
     page_size: int = 64  # KV slots in a page
-    prefill_chunk: int = 128  # prompt tokens the target reads in one call
+    prefill_chunk: int = 128  # prompt tokens the target reads in one call, over all sequences
     max_sequences: int = 32  # sequences decoded at the same time
     max_waiting: int = 256  # sequences that may wait for a place
+    queue_timeout_ms: int = 30_000  # how long one may wait for it; 0: as long as it takes
     max_nodes: int = 256  # most draft nodes a request may ask for
+    max_step_nodes: int = 512  # most draft nodes verified in one step, over all sequences
     session_ttl_s: int = 600  # a session nobody touched for so long is dropped
 
     def __post_init__(self) -> None:
@@ -62,10 +64,10 @@ class ServingConfig:
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
         for name in ("kv_cache_mib", "draft_kv_cache_mib", "page_size", "prefill_chunk", "max_sequences",
-                     "max_nodes", "session_ttl_s"):  # fmt: skip
+                     "max_nodes", "max_step_nodes", "session_ttl_s"):  # fmt: skip
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("threads", "max_waiting"):
+        for name in ("threads", "max_waiting", "queue_timeout_ms"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must not be negative, got {getattr(self, name)}")
 

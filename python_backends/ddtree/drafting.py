@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import torch
 
 from ddtree.events import FellBack, Observe, SessionLost, ignore
+from ddtree.live import Live
 from ddtree.planner import RoundPlanner, spread_trees
-from ddtree.scheduler import Live
 from ddtree.stages.base import DRAFTER, Stages
 from ddtree.types import DraftResult, Status, TreeBatch
 
@@ -52,6 +52,8 @@ class DraftingLoop:
         if result is None:
             return [], None
         kept = [index for index, live in enumerate(wanting) if self._settle(live, int(result.status[index]))]
+        for index in kept:
+            wanting[index].draft.drafts += 1
         if len(kept) == len(wanting):
             return wanting, result
         rows = torch.tensor(kept, dtype=torch.int64)

@@ -16,16 +16,18 @@ from collections.abc import Sequence as Batch
 import torch
 
 from ddtree import events
+from ddtree.departures import Departures, as_ours
 from ddtree.detokenize import Decoder
 from ddtree.drafting import DraftingLoop
 from ddtree.errors import Cancelled, DDTreeError, InvalidArgument, Unavailable
 from ddtree.limits import Limits
+from ddtree.live import DraftContext, Live, Sink
 from ddtree.log_probs import read
 from ddtree.params import GenerationParams
 from ddtree.planner import RoundPlanner
 from ddtree.round_trace import Verified, note_round
-from ddtree.scheduler import DraftContext, Live, Scheduler, Sink
-from ddtree.sequence import Delta, Sequence, SequenceState
+from ddtree.scheduler import Scheduler
+from ddtree.sequence import Sequence, SequenceState
 from ddtree.stages.base import TARGET_VERIFIER, Stages
 from ddtree.types import Status, VerifyResult
 
@@ -54,8 +56,7 @@ class Engine:
         self._drafting: DraftingLoop | None = None
         self._work = asyncio.Event()
         self._loop_task: asyncio.Task[None] | None = None
-        self._to_release: list[int] = []
-        self._unreleased: list[int] = []
+        self._departures = Departures(scheduler, stages, observe)
         self._next_session = secrets.randbits(62)
 
     async def start(self) -> None:
@@ -85,7 +86,7 @@ class Engine:
     @property
     def is_idle(self) -> bool:
         """Whether no sequence is left and the stages have been told of every one that ended."""
-        return not self._scheduler and not self._to_release
+        return not self._scheduler and not self._departures.hold_pages
 
     async def generate(
         self, params: GenerationParams, sink: Sink, request: events.RequestWatch | None = None
@@ -96,14 +97,20 @@ class Engine:
             DDTreeError: the sequence could not be finished; nothing is emitted after it.
         """
         self._next_session = (self._next_session + 1) % 2**62
+        request = request or events.RequestWatch()
+        clock = self._scheduler.clock
         live = Live(
-            sequence=Sequence(params, self._next_session, self._decoder),
+            sequence=Sequence(params, self._next_session, self._decoder, clock),
             sink=sink,
             done=asyncio.get_running_loop().create_future(),
             draft=DraftContext(is_wanted=params.draft_mode != "off" and params.tree_budget != 0),
             node_cap=self._plan.node_cap(params),
-            request=request or events.RequestWatch(),
+            settings=self._plan.settings(params),  # here, where what is wrong with them concerns nobody else
+            request=request,
         )
+        if params.deadline_ms:  # from arrival: reading the request took its time too
+            spent_ns = int((time.perf_counter() - request.arrived_s) * 1e9)
+            live.deadline_ns = clock() + params.deadline_ms * 1_000_000 - spent_ns
         self._scheduler.add(live)
         self._observe(events.SequenceQueued(live))
         self._work.set()
@@ -115,8 +122,8 @@ class Engine:
             self._loop_task.cancel()
             await asyncio.gather(self._loop_task, return_exceptions=True)
             self._loop_task = None
-        self._fail(list(self._scheduler), Cancelled("the server is shutting down"))
-        await self._release()
+        self._departures.fail(list(self._scheduler), Cancelled("the server is shutting down"))
+        await self._departures.release()
         await self._stages.close()
 
     @property
@@ -139,11 +146,11 @@ class Engine:
                 await self._step()
             except Exception as error:  # noqa: BLE001 - the loop outlives whatever went wrong in a step
                 _LOG.exception("a step failed: %s", error)
-                self._fail(list(self._scheduler), _as_ours(error))
+                self._departures.fail(list(self._scheduler), as_ours(error))
 
     async def _step(self) -> None:
-        self._drop_cancelled()
-        await self._release()  # before a waiting sequence asks for the pages of one that ended
+        self._departures.drop_ended()
+        await self._departures.release()  # before a waiting sequence asks for the pages of one that ended
         self._scheduler.admit()
         if prefilling := self._scheduler.prefill_batch():
             await self._guard([live for live, _ in prefilling], self._prefill(prefilling))
@@ -159,7 +166,7 @@ class Engine:
             if not isinstance(error, DDTreeError):
                 _LOG.exception("a stage call failed: %s", error)
             running = self._scheduler.running  # without those who ended or were postponed in this step
-            self._fail([live for live in batch if live in running], _as_ours(error))
+            self._departures.fail([live for live in batch if live in running], as_ours(error))
 
     async def _prefill(self, batch: Batch[tuple[Live, int]]) -> None:
         started_s = time.perf_counter()
@@ -219,6 +226,7 @@ class Engine:
             live.draft.owe([live.sequence.root_token, *accepted], verdict.features[start : start + count + 1])
             start += count + 1
             live.committed += count + 1
+            live.recoveries = 0
             tokens = [*accepted, int(verdict.bonus_tokens[index])]
             emitted += self._append(live, tokens, nodes[index], verdict.log_probs[index, : count + 1])
         return emitted
@@ -229,70 +237,32 @@ class Engine:
             return True
         try:
             if status == Status.POOL_FULL:
-                self._scheduler.postpone(live, others_ended=bool(self._to_release))
+                self._scheduler.postpone(live, others_ended=self._departures.hold_pages)
                 self._observe(events.Preempted(live))
             elif status == Status.GRAMMAR_FAILED:
                 raise InvalidArgument("the grammar became too complex to follow; bound its repetitions")
             elif live.recoveries == _MAX_RECOVERIES:
-                raise Unavailable(f"the verifier lost the session {_MAX_RECOVERIES + 1} times; retry later")
+                raise Unavailable(
+                    f"the verifier lost the session {_MAX_RECOVERIES + 1} times in a row; "
+                    f"{self._scheduler.retry_hint()}"
+                )
             else:
                 _LOG.warning("a session was lost by the verifier, opening it again", extra=live.log_fields)
                 live.reopen()
                 self._observe(events.SessionLost(live, TARGET_VERIFIER))
         except DDTreeError as error:
-            self._fail([live], error)
+            self._departures.fail([live], error)
         return False
 
     def _append(
         self, live: Live, tokens: list[int], draft_tokens: int | None, log_probs: torch.Tensor
     ) -> int:
-        """Add a round's tokens and what is known of them, `[tokens or 0, width]`."""
-        entries = read(log_probs, live.sequence.params.sampling)
-        delta = live.sequence.append(tokens, draft_tokens, entries)
-        self._emit(live, delta)
+        """Add a round's tokens and what is known of them, `[tokens or 0, width]`; gives how many it kept."""
+        try:
+            entries = read(log_probs, live.sequence.params.sampling)
+            delta = live.sequence.append(tokens, draft_tokens, entries)
+        except Exception as error:  # noqa: BLE001 - one sequence's text must not touch the others
+            self._departures.fail_one(live, error)
+            return 0
+        self._departures.emit(live, delta)
         return len(delta.token_ids)
-
-    def _emit(self, live: Live, delta: Delta) -> None:
-        try:
-            live.sink.emit(delta, live.sequence.stats)
-        except Exception as error:  # noqa: BLE001 - one caller's broken channel must not touch the others
-            _LOG.exception("a sequence cannot be answered", extra=live.log_fields)
-            self._fail([live], Unavailable(f"the answer could not be sent: {error}"))
-            return
-        self._observe(events.Emitted(live, delta))
-        if delta.finish_reason:
-            self._remove(live)
-            if not live.done.done():
-                live.done.set_result(None)
-
-    def _drop_cancelled(self) -> None:
-        for live in list(self._scheduler):
-            if live.done.done() or live.sink.is_cancelled():
-                self._emit(live, live.sequence.cancel())
-
-    def _fail(self, lives: Batch[Live], error: DDTreeError) -> None:
-        for live in lives:
-            self._remove(live)
-            if not live.done.done():
-                live.done.set_exception(error)
-
-    def _remove(self, live: Live) -> None:
-        self._scheduler.remove(live)
-        self._to_release.append(live.sequence.session_id)
-
-    async def _release(self) -> None:
-        """Drop ended sessions in the stages; what cannot be told is dropped there by its time to live."""
-        if not self._to_release:
-            return
-        session_ids = list(self._to_release)
-        try:
-            await self._stages.release([*self._unreleased, *session_ids])
-            self._unreleased = []
-        except Exception as error:  # noqa: BLE001 - nobody waits for it, and the time to live remains
-            _LOG.warning("%d sessions could not be released: %s", len(session_ids), error)
-            self._unreleased = session_ids  # once more, with the next ones that end
-        del self._to_release[: len(session_ids)]  # only now: idle means that the stages know
-
-
-def _as_ours(error: Exception) -> DDTreeError:
-    return error if isinstance(error, DDTreeError) else Unavailable(f"the engine failed: {error}")

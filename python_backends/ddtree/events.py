@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 if TYPE_CHECKING:
-    from ddtree.scheduler import Live
+    from ddtree.live import Live
     from ddtree.sequence import Delta
 
 _LOG = logging.getLogger(__name__)

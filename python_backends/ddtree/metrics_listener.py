@@ -22,8 +22,8 @@ from ddtree.events import (
     SessionLost,
     StageCalled,
 )
+from ddtree.live import Live
 from ddtree.metrics import Metrics
-from ddtree.scheduler import Live
 from ddtree.sequence import SequenceState, Stats
 from ddtree.types import Usage
 

@@ -6,9 +6,10 @@ Checks run from cheap to expensive: the text is tokenised last. Knows no transpo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final, Literal, cast, get_args
+from typing import Any, Final, Literal, cast, get_args
 
 from ddtree.errors import InvalidArgument
 from ddtree.grammar import GrammarCompiler
@@ -16,7 +17,7 @@ from ddtree.limits import Limits
 from ddtree.raw_request import RawRequest, merge_aliases
 from ddtree.sampling_params import check_sampling, finish_sampling
 from ddtree.sampling_spec import SamplingSpec
-from ddtree.text import TextCodec, decode_utf8, parse_messages
+from ddtree.text import TextCodec, decode_utf8, parse_messages, parse_template_variables
 from ddtree.types import AUTO_BUDGET
 
 DraftMode = Literal["tree", "chain", "off"]
@@ -30,6 +31,7 @@ class GenerationParams:
 
     prompt_ids: tuple[int, ...]
     max_tokens: int = DEFAULT_MAX_TOKENS
+    deadline_ms: int = 0  # from arrival; 0 for none
     draft_mode: DraftMode = "tree"
     tree_budget: int = AUTO_BUDGET  # most draft nodes, or AUTO_BUDGET
     stop_ids: frozenset[int] = frozenset()
@@ -95,7 +97,7 @@ def validate(
     """
     raw = merge_aliases(raw)
     max_tokens = DEFAULT_MAX_TOKENS if raw.max_tokens is None else raw.max_tokens
-    for name in ("max_tokens", "beam_width"):
+    for name in ("max_tokens", "beam_width", "deadline_ms"):
         value = getattr(raw, name)
         if value is not None and value <= 0:
             raise InvalidArgument.of(name, "must be above 0", value, "leave it out for the default")
@@ -119,6 +121,7 @@ def validate(
     return GenerationParams(
         prompt_ids=tuple(prompt_ids),
         max_tokens=max_tokens,
+        deadline_ms=_deadline_ms(raw),
         draft_mode=draft_mode,
         tree_budget=tree_budget,
         stop_ids=stop_ids,
@@ -129,6 +132,12 @@ def validate(
         sampling=finish_sampling(sampling, raw, limits, text, grammars),
         num_return_sequences=raw.num_return_sequences or 1,
     )
+
+
+def _deadline_ms(raw: RawRequest) -> int:
+    """The earlier of what the request says and what its transport waits for."""
+    given = [raw.deadline_ms or 0, math.ceil((raw.timeout_us or 0) / 1000)]
+    return min((value for value in given if value > 0), default=0)
 
 
 def _draft_mode(raw: RawRequest) -> DraftMode:
@@ -187,6 +196,10 @@ def _prompt_ids(raw: RawRequest, limits: Limits, text: TextCodec) -> Sequence[in
         raise InvalidArgument(
             f"exactly one of text_input, input_ids and messages is the prompt, got {got}; send one"
         )
+    if raw.chat_template_kwargs and raw.messages is None:
+        raise InvalidArgument.of(
+            "chat_template_kwargs", "needs messages, which alone are rendered", given[0], "leave it out"
+        )
     if raw.input_ids is not None:
         return _checked_ids(raw.input_ids, raw.input_lengths, limits)
     field = given[0]
@@ -197,12 +210,23 @@ def _prompt_ids(raw: RawRequest, limits: Limits, text: TextCodec) -> Sequence[in
         rule = f"may have {limits.max_prompt_bytes} bytes at most, as more cannot fit the context"
         raise InvalidArgument.of(field, rule, len(value), "shorten the prompt")
     decoded = decode_utf8(field, value)
-    ids = text.encode(decoded) if field == "text_input" else text.render_messages(parse_messages(decoded))
+    if field == "text_input":
+        ids = text.encode(decoded)
+    else:
+        ids = text.render_messages(parse_messages(decoded), _template_variables(raw, limits))
     if not ids:
         raise InvalidArgument.of(field, "must not be empty", decoded, "send a prompt that has tokens")
     outside = next((token_id for token_id in ids if token_id >= limits.vocab_size), None)
     assert outside is None, f"the tokenizer gives id {outside} to a model of {limits.vocab_size}"
     return ids
+
+
+def _template_variables(raw: RawRequest, limits: Limits) -> Mapping[str, Any]:
+    value = raw.chat_template_kwargs or b""
+    if len(value) > limits.max_prompt_bytes:
+        rule = f"may have {limits.max_prompt_bytes} bytes at most"
+        raise InvalidArgument.of("chat_template_kwargs", rule, len(value), "shorten it")
+    return parse_template_variables(decode_utf8("chat_template_kwargs", value)) if value else {}
 
 
 def _checked_ids(ids: Sequence[int], length: int | None, limits: Limits) -> Sequence[int]:

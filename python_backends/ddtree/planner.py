@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from ddtree.budget import CostCurve
 from ddtree.errors import ConfigError
 from ddtree.limits import Limits
+from ddtree.live import Live
 from ddtree.params import GenerationParams
 from ddtree.round_cost import RoundCost
-from ddtree.scheduler import Live
 from ddtree.stages.base import StageInfo
 from ddtree.tree import useful_width
 from ddtree.types import (
@@ -77,6 +77,12 @@ class RoundPlanner:
         is_chain = params.draft_mode == "chain"
         return min(self._draft_depth, self.limits.max_nodes) if is_chain else self._auto_nodes
 
+    def settings(self, params: GenerationParams) -> str:
+        """What the verifier's session must know to choose tokens; it never learns anything later."""
+        node_cap = self.node_cap(params)
+        spec = replace(params.sampling, prompt_length=len(params.prompt_ids), max_nodes=node_cap)
+        return spec.to_json()
+
     def prefill(self, batch: Sequence[tuple[Live, int]]) -> PrefillRequest:
         """Read the next `count` uncommitted ids of each sequence."""
         ids = [live.sequence.all_ids[live.committed : live.committed + count] for live, count in batch]
@@ -86,7 +92,7 @@ class RoundPlanner:
             token_ids=_ints([token for chunk in ids for token in chunk]),
             counts=_ints([count for _, count in batch]),
             reserve=_ints([_reserved_tokens(live) + live.node_cap + 1 for live in lives]),
-            sampling=tuple("" if live.committed else _sampling(live) for live in lives),
+            sampling=tuple("" if live.committed else live.settings for live in lives),
         )
 
     def draft(self, batch: Sequence[Live], *, context_only: bool = False) -> DraftRequest:
@@ -153,13 +159,6 @@ def _tree_budget(live: Live) -> int:
     budget = live.sequence.params.tree_budget
     is_guided = live.sequence.params.sampling.grammar is not None
     return budget + min(3 * budget, _MOST_SURPLUS) if is_guided and budget != AUTO_BUDGET else budget
-
-
-def _sampling(live: Live) -> str:
-    """What the verifier's session must know to choose tokens; it never learns anything later."""
-    params = live.sequence.params
-    spec = replace(params.sampling, prompt_length=len(params.prompt_ids), max_nodes=live.node_cap)
-    return spec.to_json()
 
 
 def _auto_width(round_cost_ms: NDArray[np.float32], most_nodes: int) -> int:

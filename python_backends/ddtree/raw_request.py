@@ -20,7 +20,10 @@ class RawRequest:
     input_ids: Sequence[int] | None = None
     input_lengths: int | None = None  # how many of input_ids count; the rest pads the row
     messages: bytes | None = None  # JSON
+    chat_template_kwargs: bytes | None = None  # JSON, variables of the chat template
     max_tokens: int | None = None
+    deadline_ms: int | None = None  # from arrival
+    timeout_us: int | None = None  # no input: the timeout that the transport knows of, 0 for none
     stream: bool | None = None
     exclude_input_in_output: bool | None = None
     draft_mode: bytes | None = None

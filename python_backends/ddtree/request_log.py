@@ -6,7 +6,7 @@ import logging
 import time
 
 from ddtree.events import Emitted, Event, RequestArrived, RequestEnded, RequestWatch, SequenceQueued
-from ddtree.scheduler import Live
+from ddtree.live import Live
 
 _LOG = logging.getLogger(__name__)
 _LEVELS = {"unavailable": logging.WARNING, "overloaded": logging.WARNING, "failed": logging.ERROR}

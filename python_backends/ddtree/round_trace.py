@@ -20,7 +20,7 @@ from ddtree.detokenize import Decoder, IncrementalDetokenizer
 from ddtree.types import DraftResult, Status, TreeBatch, VerifyResult
 
 if TYPE_CHECKING:
-    from ddtree.scheduler import Live
+    from ddtree.live import Live
     from ddtree.sequence import Delta
 
 _LOG = logging.getLogger(__name__)

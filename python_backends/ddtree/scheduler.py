@@ -1,133 +1,46 @@
 """Which sequences take part in the next step: admission by arrival, prefill in chunks, one packed round.
 
-Pure bookkeeping: it calls no stage and knows no tensors but the ones a sequence still owes the drafter.
+Pure bookkeeping: it calls no stage and knows no tensors.
 """
 
 from __future__ import annotations
 
-import asyncio
+import time
 from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Protocol
-
-import torch
+from collections.abc import Callable, Iterator
 
 from ddtree.errors import ResourceExhausted
-from ddtree.events import RequestWatch
-from ddtree.round_trace import SequenceTrace
-from ddtree.sequence import Delta, Sequence, SequenceState, Stats
-from ddtree.types import AUTO_BUDGET
-
-
-class Sink(Protocol):
-    """Where one sequence's answer goes."""
-
-    @property
-    def trace(self) -> SequenceTrace | None:
-        """Keeps the sequence's rounds, for a caller who asked to see them."""
-        ...
-
-    def emit(self, delta: Delta, stats: Stats) -> None:
-        """Take what a round added; the delta with a finish reason is the last."""
-        ...
-
-    def is_cancelled(self) -> bool:
-        """Whether nobody waits for the answer any more."""
-        ...
-
-
-@dataclass
-class DraftContext:
-    """What the drafter holds of a sequence, and what it is still owed."""
-
-    is_wanted: bool
-    is_lost: bool = False
-    losses: int = 0
-    epoch: int = 0
-    length: int = 0  # context tokens the drafter holds
-    pending_ids: list[int] = field(default_factory=list)
-    pending_features: list[torch.Tensor] = field(default_factory=list)  # each [n, H], aligned with the ids
-
-    def owe(self, ids: list[int], features: torch.Tensor) -> None:
-        """Remember newly committed tokens and their context features `[len(ids), H]`."""
-        assert len(ids) == len(features), f"{len(ids)} ids, {len(features)} features"
-        if self.is_wanted and not self.is_lost:
-            self.pending_ids += ids
-            self.pending_features.append(features)
-
-    def delivered(self) -> None:
-        """Note that the drafter took all that was owed."""
-        self.length += len(self.pending_ids)
-        self._drop_pending()
-
-    def lose(self) -> None:
-        """Note that the drafter does not have the session; it is opened again before the next draft."""
-        self.is_lost = True
-        self.losses += 1
-        self._drop_pending()
-
-    def forget(self) -> None:
-        """Begin a new life: nothing is held, nothing is owed yet."""
-        self.is_lost = False
-        self.epoch += 1
-        self.length = 0
-        self._drop_pending()
-
-    def give_up(self) -> None:
-        """Decode without drafts from now on."""
-        self.is_wanted = False
-        self._drop_pending()
-
-    def _drop_pending(self) -> None:
-        self.pending_ids, self.pending_features = [], []
-
-
-@dataclass(eq=False)
-class Live:
-    """A sequence between its arrival and its last delta."""
-
-    sequence: Sequence
-    sink: Sink
-    done: asyncio.Future[None]
-    draft: DraftContext
-    node_cap: int  # most draft nodes a round may stage for it
-    committed: int = 0  # committed length in the verifier
-    recoveries: int = 0
-    request: RequestWatch = field(default_factory=RequestWatch)  # whose row it is, for those who listen
-
-    @property
-    def log_fields(self) -> dict[str, object]:
-        """What a log record about it carries."""
-        return {"request_id": self.request.request_id, "session_id": self.sequence.session_id}
-
-    @property
-    def to_commit(self) -> int:
-        """Ids the verifier must hold before rounds can go on: all but the root token."""
-        return self.sequence.length - bool(self.sequence.output_ids)
-
-    @property
-    def is_budget_open(self) -> bool:
-        """Whether the request leaves it to the engine how much to draft, or not to draft at all."""
-        params = self.sequence.params
-        return params.draft_mode == "tree" and params.tree_budget == AUTO_BUDGET
-
-    def reopen(self) -> None:
-        """Start a new life in the stages; prefill brings back what was committed."""
-        self.recoveries += 1
-        self.committed = 0
-        self.sequence.epoch += 1
-        self.sequence.state = SequenceState.PREFILLING
-        self.draft.forget()
+from ddtree.live import Live
+from ddtree.retry_hint import retry_hint
+from ddtree.sequence import SequenceState
 
 
 class Scheduler:
     """Sequences by phase. First come, first served; a waiting one never overtakes."""
 
-    def __init__(self, *, max_sequences: int, max_waiting: int, prefill_chunk: int) -> None:
+    def __init__(
+        self,
+        *,
+        max_sequences: int,
+        max_waiting: int,
+        prefill_chunk: int,
+        queue_timeout_ms: int = 30_000,
+        clock: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        """Begin empty.
+
+        Args:
+            max_sequences: most sequences that run at the same time.
+            max_waiting: most sequences that wait for a place.
+            prefill_chunk: most ids to prefill in a step, over all sequences.
+            queue_timeout_ms: how long a sequence may wait for a place; 0 for as long as it takes.
+            clock: nanoseconds, as a sequence's stats count them.
+        """
         self._max_sequences = max_sequences
         self._max_waiting = max_waiting
         self._prefill_chunk = prefill_chunk
+        self._queue_timeout_ms = queue_timeout_ms
+        self.clock = clock
         self._waiting: deque[Live] = deque()
         self._running: list[Live] = []
         self._is_pool_full = False
@@ -164,13 +77,47 @@ class Scheduler:
         if len(self._running) + len(self._waiting) >= self._max_sequences + self._max_waiting:
             raise ResourceExhausted(
                 f"{len(self._running)} sequences are running and {len(self._waiting)} are waiting, "
-                "which is the most this server queues; retry in a second or add a replica"
+                f"which is the most this server queues; {self.retry_hint()} or add a replica"
             )
+        live.waiting_since_ns = self.clock()
         self._waiting.append(live)
 
+    def retry_hint(self) -> str:
+        """When a place may be free, in words."""
+        return retry_hint(self._running, self.clock())
+
+    def past_deadline(self) -> list[Live]:
+        """Sequences whose deadline has come."""
+        now = self.clock()
+        return [live for live in self if live.deadline_ns is not None and live.deadline_ns <= now]
+
+    def overdue(self) -> list[Live]:
+        """Sequences that have waited for a place as long as one may."""
+        if not self._queue_timeout_ms:
+            return []
+        latest = self.clock() - self._queue_timeout_ms * 1_000_000
+        return [live for live in self._waiting if live.waiting_since_ns <= latest]
+
+    def why_waiting(self, live: Live, what_came: str) -> str:
+        """Say why a waiting sequence has no place, now that it cannot wait any longer."""
+        waited_s = (self.clock() - live.waiting_since_ns) / 1e9
+        reason = "the KV pool has no room for it" if self._is_pool_full else "all places are taken"
+        return (
+            f"{what_came} after {waited_s:.1f} s in the queue: {reason} ({len(self._running)} sequences are "
+            f"running, {len(self._waiting)} waiting); {self.retry_hint()} or add a replica"
+        )
+
     def admit(self) -> None:
-        """Let waiting sequences run, as far as there are places."""
-        while self._waiting and len(self._running) < self._max_sequences and not self._is_pool_full:
+        """Let waiting sequences run, as far as there are places.
+
+        One that the pool had no room for comes alone: nobody who came later takes the pages it waits for.
+        """
+        while (
+            self._waiting
+            and len(self._running) < self._max_sequences
+            and not self._is_pool_full
+            and not any(live.is_postponed and not live.committed for live in self._running)
+        ):
             live = self._waiting.popleft()
             live.sequence.state = SequenceState.PREFILLING
             self._running.append(live)
@@ -192,6 +139,9 @@ class Scheduler:
             )
         self._running.remove(live)
         live.sequence.state = SequenceState.WAITING
+        live.is_postponed = True
+        if live.sequence.output_ids:  # it ran before: its time in the queue begins now
+            live.waiting_since_ns = self.clock()
         arrived = live.sequence.stats.arrival_ns
         earlier = sum(other.sequence.stats.arrival_ns <= arrived for other in self._waiting)
         self._waiting.insert(earlier, live)
@@ -206,14 +156,27 @@ class Scheduler:
             self._waiting.remove(live)
 
     def prefill_batch(self) -> list[tuple[Live, int]]:
-        """Sequences to prefill in this step and how many ids of each; at most one chunk of ids in all."""
-        batch, left = [], self._prefill_chunk
-        for live in self._running:
-            if live.sequence.state is SequenceState.PREFILLING and left > 0:
-                count = min(left, live.to_commit - live.committed)
-                batch.append((live, count))
-                left -= count
-        return batch
+        """Sequences to prefill in this step and how many ids of each; at most one chunk of ids in all.
+
+        Half of the chunk is the oldest one's, so that it ends in bounded time. New ones begin with one id,
+        which reserves their pages by arrival. The rest goes to those that need least, so that a short prompt
+        does not wait for a long one that came before.
+        """
+        wanting = [live for live in self._running if live.sequence.state is SequenceState.PREFILLING]
+        if not wanting:
+            return []
+        need = [live.to_commit - live.committed for live in wanting]
+        counts = [0] * len(wanting)
+        counts[0] = min(need[0], (self._prefill_chunk + 1) // 2)
+        left = self._prefill_chunk - counts[0]
+        for index, live in enumerate(wanting[1:], start=1):
+            counts[index] = min(left, not live.committed)
+            left -= counts[index]
+        for index in [*sorted(range(1, len(wanting)), key=lambda index: need[index]), 0]:
+            more = min(left, need[index] - counts[index])
+            counts[index] += more
+            left -= more
+        return [(live, count) for live, count in zip(wanting, counts, strict=True) if count]
 
     def decode_batch(self) -> list[Live]:
         """Sequences that take part in this step's round."""

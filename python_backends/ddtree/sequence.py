@@ -18,7 +18,8 @@ from ddtree.log_probs import TokenLogProbs
 from ddtree.params import GenerationParams
 from ddtree.stops import StopFinder, StopScan
 
-FinishReason = Literal["", "stop", "length", "cancelled"]
+Ending = Literal["cancelled", "deadline"]  # from outside, wherever the sequence stands
+FinishReason = Literal["", "stop", "length"] | Ending
 
 
 class SequenceState(Enum):
@@ -136,12 +137,12 @@ class Sequence:
         self._count(kept, accepted=min(len(kept), len(tokens) - 1), draft_tokens=draft_tokens)
         return Delta(text, tuple(kept), reason, tuple(log_probs[: len(kept)]))
 
-    def cancel(self) -> Delta:
+    def end(self, reason: Ending) -> Delta:
         """End the sequence where it stands and give what text was held back."""
         assert not self.is_finished, f"session {self.session_id} is finished"
         self.state = SequenceState.FINISHED
         text, _ = self._flush()
-        return Delta(text, (), "cancelled")
+        return Delta(text, (), reason)
 
     def _take(self, tokens: Tokens[int]) -> tuple[list[int], str, FinishReason]:
         kept: list[int] = []

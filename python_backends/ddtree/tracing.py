@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.trace import Span
 
-    from ddtree.scheduler import Live
+    from ddtree.live import Live
 
 _VARIABLE = "DDTREE_TRACING"
 _CHOICES = ("off", "otlp")

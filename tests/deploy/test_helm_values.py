@@ -142,7 +142,8 @@ def test_the_engines_settings_are_the_librarys() -> None:
     # The caches are sized for a GPU; everything else is as the library has it.
     for value, name in (("prefillChunk", "prefill_chunk"), ("pageSize", "page_size"),
                         ("maxSequences", "max_sequences"), ("maxWaiting", "max_waiting"),
-                        ("maxNodes", "max_nodes"), ("sessionTtlSeconds", "session_ttl_s"),
+                        ("queueTimeoutMs", "queue_timeout_ms"), ("maxNodes", "max_nodes"),
+                        ("maxStepNodes", "max_step_nodes"), ("sessionTtlSeconds", "session_ttl_s"),
                         ("threads", "threads"), ("topology", "topology"), ("dtype", "dtype")):  # fmt: skip
         assert values[value] == known[name], name
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence as Tokens
 
+from ddtree.live import DraftContext, Live
 from ddtree.params import GenerationParams
-from ddtree.scheduler import DraftContext, Live
 from ddtree.sequence import Sequence
 from tests.fakes.collecting_sink import CollectingSink
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ddtree.detokenize import Decoder
 from ddtree.engine import Engine
 from ddtree.params import GenerationParams
 from ddtree.scheduler import Scheduler
@@ -91,14 +92,20 @@ class LyingVerifier(TargetVerifier):
 class World:
     """One engine over the small pair."""
 
-    def __init__(self, folder: Path, verifier: TargetVerifier, noise: float, **limits: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        verifier: TargetVerifier,
+        noise: float,
+        decoder: Decoder | None = None,
+        **limits: Any,
+    ) -> None:
         self.verifier = verifier
         self.oracle = make_oracle(folder, noise=noise)
         self.stages = FaultyStages(verifier, self.oracle)
         self.scheduler = Scheduler(**{"max_sequences": 32, "max_waiting": 64, "prefill_chunk": 16, **limits})
-        self.engine = Engine(
-            self.stages, TextCodec.from_folder(folder), scheduler=self.scheduler, feed_chunk=8
-        )
+        decoder = decoder or TextCodec.from_folder(folder)
+        self.engine = Engine(self.stages, decoder, scheduler=self.scheduler, feed_chunk=8)
 
     def assert_empty(self) -> None:
         """No stage holds anything, and pages and sessions agree."""
@@ -113,7 +120,7 @@ class World:
 
 @asynccontextmanager
 async def world_of(
-    folder: Path, *, verifier: TargetVerifier | None = None, noise: float = 0.6, **limits: int
+    folder: Path, *, verifier: TargetVerifier | None = None, noise: float = 0.6, **limits: Any
 ) -> AsyncIterator[World]:
     """A started engine; afterwards it must have become idle and its stages empty."""
     world = World(folder, verifier or make_verifier(folder), noise, **limits)

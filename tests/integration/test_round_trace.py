@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from ddtree.live import DraftContext, Live
 from ddtree.params import DraftMode, GenerationParams
 from ddtree.round_trace import SequenceTrace, follow, note_round, path_probabilities
-from ddtree.scheduler import DraftContext, Live
 from ddtree.sequence import Sequence
 from ddtree.text import TextCodec
 from ddtree.types import AUTO_BUDGET, DraftResult

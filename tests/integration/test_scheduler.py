@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from ddtree.errors import ResourceExhausted
-from ddtree.scheduler import Live, Scheduler
+from ddtree.live import Live
+from ddtree.scheduler import Scheduler
 from ddtree.sequence import SequenceState
 from tests.fakes.lives import make_live
 
@@ -102,7 +103,63 @@ def test_a_postponed_sequence_waits_before_all_that_came_later_until_somebody_en
     assert scheduler.num_running == 2  # the pool is full: nobody is let in
     scheduler.remove(lives[3])
     scheduler.admit()
+    assert scheduler.running == (lives[0], lives[1]), "the first one alone: the pages are for it"
+    scheduler.admit()
+    assert scheduler.num_running == 2
+    lives[1].committed = 1  # it found room
+    scheduler.admit()
+    assert scheduler.running == (lives[0], lives[1], lives[2])
+    lives[2].committed = 1
+    scheduler.admit()
     assert scheduler.running == (lives[0], lives[1], lives[2], lives[4])
+
+
+def test_small_ones_that_come_later_never_take_the_pages_a_big_one_waits_for() -> None:
+    """Ten pages; three are in use by each small one. The big one needs eight."""
+    big, small = make_live(4, prompt=8), [make_live(n, prompt=3) for n in (0, 1, 2, 5, 6, 7, 8)]
+    scheduler = scheduler_of(*small[:3], big, *small[3:], max_sequences=8)
+    held: dict[int, int] = {}
+    began: list[int] = []
+    for _ in range(40):
+        scheduler.admit()
+        for live, count in scheduler.prefill_batch():
+            if live.committed == 0 and sum(held.values()) + live.to_commit > 10:
+                scheduler.postpone(live)
+                continue
+            if live.committed == 0:
+                held[live.sequence.session_id] = live.to_commit
+                began.append(live.sequence.session_id)
+            live.committed += count
+            if live.committed == live.to_commit:
+                finish_prefill(live)
+        if decoding := scheduler.decode_batch():  # one ends in each step
+            scheduler.remove(decoding[0])
+            held.pop(decoding[0].sequence.session_id)
+    assert began == [0, 1, 2, 4, 5, 6, 7, 8]
+    assert not scheduler
+
+
+def test_a_short_prompt_does_not_wait_for_a_long_one_that_came_before() -> None:
+    lives = [make_live(0, prompt=100), make_live(1, prompt=30), make_live(2, prompt=4)]
+    scheduler = scheduler_of(*lives, max_sequences=3)
+    scheduler.admit()
+    chunks: list[Steps] = []
+    for _ in range(3):
+        batch = scheduler.prefill_batch()
+        chunks.append([(live.sequence.session_id, count) for live, count in batch])
+        for live, count in batch:
+            live.committed += count
+            if live.committed == live.to_commit:
+                finish_prefill(live)
+    assert chunks == [[(0, 5), (1, 1), (2, 4)], [(0, 5), (1, 5)], [(0, 5), (1, 5)]]
+
+
+def test_pages_are_reserved_by_arrival_whatever_the_prompts_need() -> None:
+    lives = [make_live(0, prompt=9), make_live(1, prompt=30), make_live(2, prompt=4), make_live(3, prompt=2)]
+    scheduler = scheduler_of(*lives, max_sequences=4, prefill_chunk=4)
+    scheduler.admit()
+    batch = scheduler.prefill_batch()
+    assert [(live.sequence.session_id, count) for live, count in batch] == [(0, 2), (1, 1), (2, 1)]
 
 
 def test_the_last_running_sequence_cannot_be_postponed() -> None:

@@ -14,9 +14,9 @@ import pytest
 from ddtree import logs
 from ddtree.errors import ConfigError
 from ddtree.events import Emitted, RequestArrived, RequestEnded, RequestWatch, SequenceQueued
+from ddtree.live import DraftContext, Live
 from ddtree.params import GenerationParams
 from ddtree.request_log import RequestLog
-from ddtree.scheduler import DraftContext, Live
 from ddtree.sequence import Sequence
 from ddtree.text import TextCodec
 from tests.fakes import tokenizers

@@ -9,25 +9,37 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from ddtree.errors import ResourceExhausted
-from ddtree.scheduler import Live, Scheduler
+from ddtree.live import Live
+from ddtree.scheduler import Scheduler
 from ddtree.sequence import SequenceState
+from tests.fakes.clock import ManualClock
 from tests.fakes.lives import make_live
+
+QUEUE_TIMEOUT_MS = 8000
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Sequences arrive, run, lose their session, are postponed, end and give up."""
+    """Sequences arrive, run, lose their session, are postponed, end, give up and come too late."""
 
     @initialize(places=st.integers(1, 4), queue=st.integers(0, 4), chunk=st.integers(1, 12))
     def start(self, places: int, queue: int, chunk: int) -> None:
         self.places, self.queue, self.chunk = places, queue, chunk
-        self.scheduler = Scheduler(max_sequences=places, max_waiting=queue, prefill_chunk=chunk)
+        self.clock = ManualClock()
+        self.scheduler = Scheduler(
+            max_sequences=places,
+            max_waiting=queue,
+            prefill_chunk=chunk,
+            queue_timeout_ms=QUEUE_TIMEOUT_MS,
+            clock=self.clock,
+        )
         self.live: list[Live] = []  # those in it, by arrival
         self.arrived = 0
         self.admitted: list[int] = []  # session ids in the order in which they first ran
 
-    @rule(prompt=st.integers(1, 20), max_tokens=st.integers(1, 6))
-    def arrive(self, prompt: int, max_tokens: int) -> None:
+    @rule(prompt=st.integers(1, 20), max_tokens=st.integers(1, 6), deadline=st.none() | st.integers(0, 12))
+    def arrive(self, prompt: int, max_tokens: int, deadline: int | None) -> None:
         live = make_live(self.arrived, prompt=prompt, max_tokens=max_tokens)
+        live.deadline_ns = None if deadline is None else self.clock() + deadline * 1_000_000_000
         self.arrived += 1
         is_full = len(self.live) >= self.places + self.queue
         try:
@@ -40,7 +52,13 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule()
     def admit(self) -> None:
+        before = self.scheduler.running
         self.scheduler.admit()
+        new = self.scheduler.running[len(before) :]
+        assert self.scheduler.running[: len(before)] == before
+        trying = [live.is_postponed and not live.committed for live in (*before, *new)]
+        assert not new or not any(trying[: len(before)]), "who waits for pages is let in alone"
+        assert not any(trying[:-1]) or not new
         for live in self.scheduler.running:
             if live.sequence.session_id not in self.admitted:
                 self.admitted.append(live.sequence.session_id)
@@ -48,7 +66,12 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def prefill(self) -> None:
         batch = self.scheduler.prefill_batch()
-        assert sum(count for _, count in batch) <= self.chunk
+        wanting = [live for live in self.scheduler.running if live.sequence.state is SequenceState.PREFILLING]
+        needs = [live.to_commit - live.committed for live in wanting]
+        assert sum(count for _, count in batch) == min(self.chunk, sum(needs)), "no more, and none is wasted"
+        if wanting:
+            assert batch[0][0] is wanting[0]
+            assert batch[0][1] >= min(needs[0], self.chunk / 2), "the oldest comes on by half a chunk"
         for live, count in batch:
             assert live.sequence.state is SequenceState.PREFILLING
             assert 0 < count <= live.to_commit - live.committed
@@ -71,6 +94,22 @@ class SchedulerMachine(RuleBasedStateMachine):
     def lose_session(self, data: Any) -> None:
         data.draw(st.sampled_from(self.scheduler.running)).reopen()
 
+    @rule(seconds=st.integers(1, 4))
+    def time_passes(self, seconds: int) -> None:
+        self.clock.advance(seconds)
+        now = self.clock()
+        late = [live for live in self.live if live.deadline_ns is not None and live.deadline_ns <= now]
+        assert {id(live) for live in self.scheduler.past_deadline()} == {id(live) for live in late}
+        for live in late:
+            self.end(live)
+        waiting = {live for live in self.live if live.sequence.state is SequenceState.WAITING}
+        limit = now - QUEUE_TIMEOUT_MS * 1_000_000
+        too_long = self.scheduler.overdue()
+        assert set(too_long) == {live for live in waiting if live.waiting_since_ns <= limit}
+        for live in too_long:
+            assert "retry in " in self.scheduler.why_waiting(live, "time is up")
+            self.end(live)
+
     @precondition(lambda self: any(live.committed == 0 for live in self.scheduler.running))
     @rule(data=st.data())
     def pool_is_full(self, data: Any) -> None:
@@ -85,12 +124,13 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.end(live)
             else:
                 assert live not in self.scheduler.running
+                assert live.is_postponed
 
     @precondition(lambda self: bool(self.live))
     @rule(data=st.data())
     def cancel(self, data: Any) -> None:
         live = data.draw(st.sampled_from(self.live))
-        live.sequence.cancel()
+        live.sequence.end("cancelled")
         self.end(live)
 
     def emit(self, live: Live, tokens: int) -> None:

@@ -113,7 +113,7 @@ def test_held_back_text_comes_with_the_last_delta(codec: TextCodec) -> None:
     assert start(codec, stop_strings=("XY",)).append([*ids, EOS]) == Delta("abX", (*ids, EOS), "stop")
     sequence = start(codec, stop_strings=("XY",))
     sequence.append(ids)
-    assert sequence.cancel() == Delta("X", (), "cancelled")
+    assert sequence.end("cancelled") == Delta("X", (), "cancelled")
     assert sequence.is_finished
 
 

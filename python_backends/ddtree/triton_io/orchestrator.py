@@ -24,9 +24,10 @@ from ddtree.errors import DDTreeError, InvalidArgument
 from ddtree.events import Observe, Outcome, RequestArrived, RequestEnded, RequestWatch, ignore
 from ddtree.grammar import GrammarCompiler
 from ddtree.limits import Limits
+from ddtree.live import Sink
 from ddtree.params import GenerationParams, validate
 from ddtree.raw_request import RawRequest
-from ddtree.scheduler import Scheduler, Sink
+from ddtree.scheduler import Scheduler
 from ddtree.stages.base import Stages
 from ddtree.stages.bls import BlsStages
 from ddtree.text import TextCodec
@@ -126,7 +127,8 @@ class Orchestrator:
     async def _answer(self, request: Any) -> None:
         channel = ResponseChannel(request)
         wanted = frozenset(request.requested_output_names())
-        answer = Answer(channel, wanted, self._text if wants_trace(wanted, self._outputs) else None)
+        traced = self._text if wants_trace(wanted, self._outputs) else None
+        answer = Answer(channel, wanted, traced, token_bytes=self._text.token_bytes)
         watch = self._watch(request)
         self._observe(RequestArrived(watch))
         ended = RequestEnded(watch, "completed")
@@ -237,6 +239,7 @@ class TritonPythonModel:
             max_sequences=config.max_sequences,
             max_waiting=config.max_waiting,
             prefill_chunk=config.prefill_chunk,
+            queue_timeout_ms=config.queue_timeout_ms,
         )
         engine = Engine(
             stages,

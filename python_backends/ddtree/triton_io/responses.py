@@ -44,12 +44,21 @@ class Answer:
     """The responses of one request, whose rows end in any order; exactly one response is the last."""
 
     def __init__(
-        self, channel: Channel, wanted: Collection[str], trace_decoder: Decoder | None = None
+        self,
+        channel: Channel,
+        wanted: Collection[str],
+        trace_decoder: Decoder | None = None,
+        *,
+        token_bytes: Callable[[int], bytes] | None = None,
     ) -> None:
-        """Take the outputs wanted; with `trace_decoder` every row's rounds are traced in its words."""
-        self._trace_decoder = trace_decoder
+        """Take the outputs wanted; with `trace_decoder` every row's rounds are traced in its words.
+
+        With `token_bytes`, which gives the bytes of one id, they come beside log-probs.
+        """
         self._channel = channel
+        self.token_bytes = token_bytes
         self._wanted = wanted
+        self._trace_decoder = trace_decoder
         self._open_rows = 0
         self._is_stopped = False
         self._has_cancelled_row = False
@@ -103,7 +112,7 @@ class Answer:
 
 
 class RowSink:
-    """Where the engine puts one row's deltas; see `ddtree.scheduler.Sink`."""
+    """Where the engine puts one row's deltas; see `ddtree.live.Sink`."""
 
     def __init__(
         self,
@@ -146,6 +155,8 @@ class RowSink:
         if sampling.top_log_probs != NO_LOG_PROBS:
             self._total_log_prob += sum(entry.model for entry in log_probs)
             outputs |= log_prob_outputs(log_probs, self._total_log_prob, sampling.top_log_probs)
+            if self._answer.token_bytes is not None:
+                outputs |= token_byte_outputs(ids[: len(log_probs)], log_probs, self._answer.token_bytes)
         if self._rounds:
             outputs |= {"trace": np.array([each.encode() for each in self._rounds], dtype=np.object_)}
             self._rounds.clear()
@@ -193,6 +204,17 @@ def log_prob_outputs(entries: Sequence[TokenLogProbs], total: float, top: int) -
         pairs = np.array([entry.top for entry in entries], dtype=np.float64).reshape(1, len(entries), top, 2)
         outputs["top_log_prob_ids"] = pairs[..., 0].astype(np.int32)
         outputs["top_log_probs"] = pairs[..., 1].astype(np.float32)
+    return outputs
+
+
+def token_byte_outputs(
+    ids: Sequence[int], entries: Sequence[TokenLogProbs], token_bytes: Callable[[int], bytes]
+) -> Arrays:
+    """Give the bytes of a response's tokens and of their alternatives, in the order of their log-probs."""
+    tops = [[token_bytes(int(token)) for token, _ in entry.top] for entry in entries]
+    outputs = {"output_token_bytes": np.array([[token_bytes(each) for each in ids]], dtype=np.object_)}
+    if any(tops):
+        outputs["top_log_prob_bytes"] = np.array([tops], dtype=np.object_)
     return outputs
 
 

@@ -49,7 +49,9 @@
     "PREFILL_CHUNK" ($e.prefillChunk | int64)
     "MAX_SEQUENCES" ($e.maxSequences | int64)
     "MAX_WAITING" ($e.maxWaiting | int64)
+    "QUEUE_TIMEOUT_MS" ($e.queueTimeoutMs | int64)
     "MAX_NODES" ($e.maxNodes | int64)
+    "MAX_STEP_NODES" ($e.maxStepNodes | int64)
     "SESSION_TTL_S" ($e.sessionTtlSeconds | int64) }}
 - name: DDTREE_{{ $name }}
   value: {{ $value | toString | quote }}

@@ -17,8 +17,8 @@ from ddtree.config import ServingConfig
 from ddtree.errors import Unavailable
 from ddtree.events import RequestWatch
 from ddtree.limits import Limits
+from ddtree.live import Sink
 from ddtree.params import GenerationParams
-from ddtree.scheduler import Sink
 from ddtree.sequence import Sequence
 from ddtree.text import TextCodec
 from ddtree.triton_io.orchestrator import Orchestrator
@@ -68,7 +68,7 @@ class EchoEngine:
             await asyncio.sleep(0.03 if order == "slow" else 0)
             if sink.is_cancelled():
                 self._ended["cancelled"] += 1
-                sink.emit(sequence.cancel(), sequence.stats)
+                sink.emit(sequence.end("cancelled"), sequence.stats)
                 return
             if start and order == "fail":
                 raise Unavailable("the engine was told to fail; retry later")
