@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import codecs
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
@@ -114,7 +116,7 @@ class CompletionWriter:
     log_probs: int | None
     with_usage: bool
     created: int = field(default_factory=lambda: int(time.time()))
-    _offsets: dict[int, int] = field(default_factory=dict)  # where each sequence's next token begins
+    _readers: defaultdict[int, _Reader] = field(default_factory=lambda: defaultdict(_Reader))
 
     def opening(self, sequences: int) -> list[dict[str, Any]]:
         """See `Writer`."""
@@ -164,23 +166,40 @@ class CompletionWriter:
     def _shown(self, index: int, entries: Sequence[TokenLogProbs]) -> dict[str, Any] | None:
         if self.log_probs is None:
             return None
-        texts = [entry.token.decode(errors="replace") for entry in entries]
-        offsets = []
-        for text in texts:
-            offsets.append(self._offsets.get(index, 0))
-            self._offsets[index] = offsets[-1] + len(text)
         return {
-            "tokens": texts,
+            "tokens": [token_name(entry.token) for entry in entries],
             "token_logprobs": [finite(entry.model) for entry in entries],
             "top_logprobs": [
                 {
-                    token.decode(errors="replace"): finite(value)
+                    token_name(token): finite(value)
                     for token, (_, value) in zip(entry.top_tokens, entry.top, strict=False)
                 }
                 for entry in entries
             ],
-            "text_offset": offsets,
+            "text_offset": [self._readers[index].offset_of(entry.token) for entry in entries],
         }
+
+
+class _Reader:
+    """Where the next token of a sequence begins, in characters of its text."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._read = 0
+
+    def offset_of(self, token: bytes) -> int:
+        """Take the next token and give where it begins."""
+        begin = self._read
+        self._read += len(self._decoder.decode(token))
+        return begin
+
+
+def token_name(token: bytes) -> str:
+    """A token as a key: pieces of characters must stay apart, so they are spelled as the API spells them."""
+    try:
+        return token.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token)
 
 
 def reason_of(finish_reason: str) -> str | None:
