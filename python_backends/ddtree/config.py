@@ -21,6 +21,8 @@ _CHOICES = {
     "dtype": ("auto", "bfloat16", "float16", "float32"),
 }
 
+_BOOLS = {"true": True, "1": True, "false": False, "0": False}
+
 
 def expand(value: str, environment: Mapping[str, str]) -> str:
     """Replace `${NAME}` and `${NAME:-default}` in a parameter; unset without default becomes empty.
@@ -58,6 +60,10 @@ class ServingConfig:
     max_nodes: int = 256  # most draft nodes a request may ask for
     max_step_nodes: int = 512  # most draft nodes verified in one step, over all sequences
     session_ttl_s: int = 600  # a session nobody touched for so long is dropped
+    stage_recovery_s: int = 0  # how long sequences wait for a lost verifier; 0: they end with an error at once
+    draft_timeout_ms: int = 5000  # a drafter slower than this is done without
+    drain_file: Path | None = None  # while this file is there, new requests are refused
+    prefix_cache: bool = True  # prompts that begin alike share pages
 
     def __post_init__(self) -> None:
         for name, allowed in _CHOICES.items():
@@ -112,4 +118,8 @@ def _convert(name: str, text: str, type_name: str) -> Any:
             return int(text)
         except ValueError:
             raise ConfigError(f"{name} must be a whole number, got {text!r}") from None
+    if type_name == "bool":
+        if text.lower() not in _BOOLS:
+            raise ConfigError(f"{name} must be true or false, got {text!r}")
+        return _BOOLS[text.lower()]
     return text

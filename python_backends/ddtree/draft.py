@@ -16,6 +16,7 @@ from ddtree.budget import measure
 from ddtree.kv_cache import CacheShape, KvPool
 from ddtree.models.dflash import DFlashDraft
 from ddtree.models.draft_config import DraftConfig
+from ddtree.prefix_cache import PageKeys, Prefix
 from ddtree.sessions import Session, SessionTable
 from ddtree.types import DrafterInfo, DraftRequest, DraftResult, Usage
 
@@ -30,6 +31,7 @@ class DrafterLimits:
     kv_cache_bytes: int
     page_size: int
     session_ttl_s: float
+    prefix_cache: bool = True  # sequences that begin alike share pages
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,8 @@ class Drafter:
             page_size=limits.page_size,
             device=self._device,
         )
-        self.sessions = SessionTable(self.pool, ttl_s=limits.session_ttl_s)
+        keys = PageKeys(draft_hash, limits.page_size) if limits.prefix_cache else None
+        self.sessions = SessionTable(self.pool, ttl_s=limits.session_ttl_s, keys=keys)
         self._cost_ms = 1.0
 
     def measure_cost(self, repeats: int = 3) -> None:
@@ -102,7 +105,7 @@ class Drafter:
 
         with torch.inference_mode():
             self._cost_ms = measure(step, (1,), repeats).ms[0]
-        self.sessions.release(0)
+        self.sessions.release([0])
 
     def info(self) -> DrafterInfo:
         """What the orchestrator must know."""
@@ -110,14 +113,11 @@ class Drafter:
 
     def usage(self) -> Usage:
         """Sessions and pages held now; sessions past their time are dropped first."""
-        self.sessions.expire()
         return self.sessions.usage()
 
     def release(self, session_ids: Sequence[int]) -> Usage:
         """Drop sessions; unknown ids are ignored."""
-        for session_id in session_ids:
-            self.sessions.release(session_id)
-        return self.usage()
+        return self.sessions.release(session_ids)
 
     @torch.inference_mode()
     def draft(self, request: DraftRequest) -> DraftResult:
@@ -127,6 +127,11 @@ class Drafter:
         """
         self.sessions.expire()
         status, found = self._open_or_find(request)
+        lengths = request.sessions.lengths.tolist()
+        reused = torch.tensor(
+            [s.length if s and not length else 0 for s, length in zip(found, lengths, strict=True)],
+            dtype=torch.int32,
+        )
         live = [index for index, session in enumerate(found) if session is not None]
         sessions = [session for session in found if session is not None]
         depth = min(request.depth, self._config.block_size - 1)
@@ -145,20 +150,25 @@ class Drafter:
             if edges is not None and drafted.edge_log_probs is not None:
                 edges[places] = drafted.edge_log_probs.cpu()
         if edges is None:
-            return DraftResult(status, top_ids, top_log_probs)
-        return DraftResult(status, top_ids, top_log_probs, edges)
+            return DraftResult(status, top_ids, top_log_probs, reused=reused)
+        return DraftResult(status, top_ids, top_log_probs, edges, reused)
 
     def check_integrity(self) -> None:
         """Assert that pages and sessions agree."""
         self.sessions.check_integrity()
 
     def _open_or_find(self, request: DraftRequest) -> tuple[torch.Tensor, list[Session | None]]:
-        sessions = request.sessions
+        sessions, salts = request.sessions, request.beginnings.salts
+        prefixes: Sequence[Prefix | None] = [None] * len(sessions)
+        if salts:
+            ids = request.beginnings.split()
+            prefixes = [Prefix(begun, salt) for begun, salt in zip(ids, salts, strict=True)]
         rows = zip(
             sessions.ids.tolist(),
             sessions.epochs.tolist(),
             sessions.lengths.tolist(),
             request.reserve.tolist(),
+            prefixes,
             strict=True,
         )
         outcomes = [self.sessions.open_or_find(*row) for row in rows]
@@ -168,19 +178,24 @@ class Drafter:
     def _extend(self, request: DraftRequest, found: Sequence[Session | None]) -> None:
         """Add the new context of every live session to its cache, all sequences and layers at once."""
         rows, slots, positions, start = [], [], [], 0
-        for session, count in zip(found, request.counts.tolist(), strict=True):
+        counts, ids = request.counts.tolist(), request.context_ids.tolist()
+        for session, count in zip(found, counts, strict=True):
             if session is not None:
                 stop = session.length + count
                 assert stop <= session.pages.capacity, "context overruns the session's pages"
                 rows.append(torch.arange(start, start + count))
                 slots.append(session.pages.slots[session.length : stop])
                 positions.append(torch.arange(session.length, stop, device=self._device))
-                session.length = stop
             start += count
         features = request.context_features[torch.cat(rows)].to(self._device)
         if len(features):
             keys, values = self._model.context_kv(features, torch.cat(positions))
             self.pool.write_layers(torch.cat(slots), keys, values)
+        start = 0
+        for session, count in zip(found, counts, strict=True):
+            if session is not None:  # its pages may be found by others from now on
+                self.sessions.commit(session, ids[start : start + count])
+            start += count
 
     def _width(self, wanted: int) -> int:
         """Candidates per position. A selector is made for a number of its own, whatever a tree can use."""

@@ -43,8 +43,7 @@ class DraftingLoop:
             and live.sequence.remaining_tokens > 1
             and not (is_paused and live.is_budget_open)
         ]
-        for live in [live for live in wanting if live.draft.is_lost]:
-            await self._restore(live)
+        await self._catch_up(wanting)
         wanting = [live for live in wanting if live.draft.is_wanted and not live.draft.is_lost]
         if not wanting:
             return [], None
@@ -75,6 +74,10 @@ class DraftingLoop:
 
     async def feed(self, batch: Sequence[Live]) -> None:
         """Deliver owed context without asking for candidates."""
+        await self._catch_up([live for live in batch if live.draft.is_behind])
+        await self._deliver(batch)
+
+    async def _deliver(self, batch: Sequence[Live]) -> None:
         owing = [
             live
             for live in batch
@@ -114,19 +117,52 @@ class DraftingLoop:
                 self._observe(FellBack("drafter_lost"))
         return False
 
-    async def _restore(self, live: Live) -> None:
-        """Open the drafter's session again from the features that the verifier keeps."""
-        live.draft.forget()
-        self._observe(SessionLost(live, DRAFTER))
-        ids = live.sequence.all_ids
-        for start in range(0, live.committed, self._feed_chunk):
-            count = min(self._feed_chunk, live.committed - start)
+    async def _catch_up(self, batch: Sequence[Live]) -> None:
+        """Give the drafter what it lacks: of sessions it lost, and of prompts that the verifier had cached.
+
+        It opens them with what it has cached itself. The rest it reads of the features that the verifier
+        keeps, so the target never runs again.
+        """
+        for live in batch:
+            if live.draft.is_lost:
+                live.draft.forget()
+                live.draft.behind_until = live.committed
+                self._observe(SessionLost(live, DRAFTER))
+        if opening := [live for live in batch if live.draft.is_behind and not live.draft.length]:
+            await self._open(opening)
+        for live in batch:
+            if live.draft.is_behind:
+                await self._read_back(live)
+
+    async def _open(self, batch: Sequence[Live]) -> None:
+        try:
+            result = await self._stages.draft(self._planner.open_drafts(batch))
+        except Exception as error:  # noqa: BLE001 - whatever broke, a plain round gives the right answer
+            _LOG.warning("the drafter opens no sessions: %s", error)
+            for live in batch:
+                self._settle(live, Status.SESSION_LOST)
+            return
+        reused = result.reused.tolist() or [0] * len(batch)
+        for live, status, length in zip(batch, result.status.tolist(), reused, strict=True):
+            if status == Status.OK:
+                live.draft.length = length
+            else:
+                self._settle(live, status)
+
+    async def _read_back(self, live: Live) -> None:
+        draft, ids = live.draft, live.sequence.all_ids
+        later_ids, later_features = draft.pending_ids, draft.pending_features
+        draft.pending_ids, draft.pending_features = [], []
+        while draft.length + len(draft.pending_ids) < draft.behind_until:
+            await self._deliver([live])
+            if draft.is_lost or not draft.is_wanted:
+                return
+            start = draft.length
+            count = min(self._feed_chunk, draft.behind_until - start)
             result = await self._stages.read_features(self._planner.features(live, start, count))
             if int(result.status[0]) != Status.OK:
-                live.draft.lose()  # the verifier lost it too: its own recovery comes with this round's verify
+                draft.lose()  # the verifier lost it too: its own recovery comes with this round's verify
                 return
-            live.draft.owe(ids[start : start + count], result.features)
-            if start + count < live.committed:
-                await self.feed([live])
-                if live.draft.is_lost or not live.draft.is_wanted:
-                    return
+            draft.owe(ids[start : start + count], result.features)
+        draft.pending_ids += later_ids
+        draft.pending_features += later_features

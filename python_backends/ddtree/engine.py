@@ -171,10 +171,19 @@ class Engine:
     async def _prefill(self, batch: Batch[tuple[Live, int]]) -> None:
         started_s = time.perf_counter()
         result = await self._stages.prefill(self._plan.prefill(batch))
-        features = result.features.split([count for _, count in batch])
-        for index, (live, count) in enumerate(batch):
+        reused = result.reused.tolist() or [0] * len(batch)
+        # After what was cached, less may be left than was asked for.
+        counts = [
+            min(count, live.to_commit - live.committed - cached)
+            for (live, count), cached in zip(batch, reused, strict=True)
+        ]
+        features = result.features.split(counts)
+        for index, ((live, _), count) in enumerate(zip(batch, counts, strict=True)):
             if not self._is_held(live, int(result.status[index])):
                 continue
+            if reused[index]:
+                live.committed = live.draft.behind_until = reused[index]
+                self._observe(events.PrefixHit(reused[index]))
             live.draft.owe(live.sequence.all_ids[live.committed : live.committed + count], features[index])
             live.committed += count
             if live.committed == live.to_commit:

@@ -3,23 +3,27 @@
 The pool is allocated once; a session reserves all slots it may ever need when it opens, so a running
 sequence can never find the pool full. Slots of one session, as half-open intervals:
 
-    [0, length)                  committed: owned by the session until it is released
+    [0, shared)                  committed by an earlier session: whole pages, read by all and written by none
+    [shared, length)             committed by this session; its full pages may be shared from now on
     [length, length + rows)      staged by the running step: root and draft nodes, in node order
     [length + rows, capacity)    reserved, holding nothing of meaning
 
 A step stages a tree and then commits a path: the rows of the accepted path become the slots
-`[length, length + path)`. Nothing outside this module assumes that pages lie side by side, but the pool
-prefers that they do: a run of pages is read as a view, scattered pages are gathered.
+`[length, length + path)`. Nothing outside this module assumes that pages lie side by side: a run of pages is
+read as a view, scattered pages are gathered.
 
-This module knows nothing of sessions' ids, models or attention.
+Who holds which page is the page table's business. This module knows nothing of sessions' ids, models or
+attention.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
+
+from ddtree.page_table import PageTable
 
 
 @dataclass(frozen=True)
@@ -54,7 +58,9 @@ class Pages:
 
 
 class KvPool:
-    """Pages of KV slots with a free list. Not thread-safe: one stage owns it."""
+    """Pages of KV slots. Not thread-safe: one stage owns it."""
+
+    can_share = True  # whether a page may belong to several sessions
 
     def __init__(self, shape: CacheShape, *, budget_bytes: int, page_size: int, device: torch.device) -> None:
         """Allocate as many whole pages as fit into `budget_bytes` (at least one)."""
@@ -67,13 +73,17 @@ class KvPool:
             (shape.layers, 2, slots, shape.kv_heads, shape.head_dim), dtype=shape.dtype, device=device
         )
         self.features = torch.zeros((slots, shape.feature_size), dtype=shape.dtype, device=device)
-        self._is_free = [True] * self.num_pages
-        self._used = 0
+        self.table = PageTable(self.num_pages)
 
     @property
     def pages_used(self) -> int:
-        """Pages held by sessions."""
-        return self._used
+        """Pages held by sessions; one that several share counts once."""
+        return self.table.num_used
+
+    @property
+    def pages_cached(self) -> int:
+        """Pages that no session holds and whose contents are kept for one that begins alike."""
+        return self.table.num_cached
 
     @property
     def total_slots(self) -> int:
@@ -81,38 +91,23 @@ class KvPool:
         return self.num_pages * self.page_size
 
     def reserve(self, slots: int) -> Pages | None:
-        """Take pages for `slots` KV slots, side by side if possible; None when too few are free."""
-        wanted = -(-slots // self.page_size)
-        if wanted > self.num_pages - self._used:
+        """Hold pages for `slots` KV slots that nobody else holds; None when too few are left."""
+        return self.reserve_after((), slots)
+
+    def reserve_after(self, shared: Sequence[int], slots: int) -> Pages | None:
+        """The same, where the first pages are `shared`: full ones that others may hold too."""
+        indices = self.table.take(-(-slots // self.page_size), shared)
+        if indices is None:
             return None
-        start = self._find_run(wanted)
-        if start is not None:
-            indices = tuple(range(start, start + wanted))
-        else:
-            free = (page for page in range(self.num_pages) if self._is_free[page])
-            indices = tuple(page for page, _ in zip(free, range(wanted), strict=False))
-        for page in indices:
-            self._is_free[page] = False
-        self._used += wanted
         starts = torch.tensor(indices, dtype=torch.int64, device=self.features.device) * self.page_size
         offsets = torch.arange(self.page_size, device=starts.device)
         all_slots = (starts[:, None] + offsets).reshape(-1)
-        return Pages(indices, all_slots, None if start is None else start * self.page_size)
-
-    def _find_run(self, wanted: int) -> int | None:
-        run = 0
-        for page, is_free in enumerate(self._is_free):
-            run = run + 1 if is_free else 0
-            if run == wanted:
-                return page - wanted + 1
-        return None
+        is_run = all(page == indices[0] + place for place, page in enumerate(indices))
+        return Pages(indices, all_slots, indices[0] * self.page_size if is_run and indices else None)
 
     def release(self, pages: Pages) -> None:
         """Give pages back; giving them back twice is a bug."""
-        for page in pages.indices:
-            assert not self._is_free[page], f"page {page} was given back twice"
-            self._is_free[page] = True
-        self._used -= len(pages.indices)
+        self.table.give_back(pages.indices)
 
     def read(self, layer: int, pages: Pages, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of slots `[0, stop)`, each `[stop, kv_heads, head_dim]`; a view when possible."""
@@ -139,9 +134,5 @@ class KvPool:
         self.keys_values.index_copy_(2, destination, rows)
 
     def check_integrity(self, owners: Iterable[Pages]) -> None:
-        """Assert that every page is either free or owned exactly once, and that the counters agree."""
-        owned = [page for pages in owners for page in pages.indices]
-        assert len(owned) == len(set(owned)), "a page has two owners"
-        assert all(not self._is_free[page] for page in owned), "a page is owned and free"
-        assert self._used == len(owned), f"{self._used} pages are counted used, {len(owned)} are owned"
-        assert self._is_free.count(True) == self.num_pages - len(owned), "a page is neither free nor owned"
+        """Assert that every page is accounted for by its owners, see `PageTable.check_integrity`."""
+        self.table.check_integrity(pages.indices for pages in owners)

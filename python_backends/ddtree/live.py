@@ -46,6 +46,7 @@ class DraftContext:
     drafts: int = 0  # since the last loss
     epoch: int = 0
     length: int = 0  # context tokens the drafter holds
+    behind_until: int = 0  # tokens `[length, behind_until)` are to be read back from the verifier first
     pending_ids: list[int] = field(default_factory=list)
     pending_features: list[torch.Tensor] = field(default_factory=list)  # each [n, H], aligned with the ids
 
@@ -55,6 +56,11 @@ class DraftContext:
         if self.is_wanted and not self.is_lost:
             self.pending_ids += ids
             self.pending_features.append(features)
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether what is owed begins after tokens that the drafter was never given."""
+        return self.is_wanted and not self.is_lost and self.behind_until > self.length
 
     def delivered(self) -> None:
         """Note that the drafter took all that was owed."""
@@ -72,7 +78,7 @@ class DraftContext:
         """Begin a new life: nothing is held, nothing is owed yet."""
         self.is_lost = False
         self.epoch += 1
-        self.length = 0
+        self.length = self.behind_until = 0
         self._drop_pending()
 
     def give_up(self) -> None:

@@ -23,6 +23,7 @@ from ddtree.types import AUTO_BUDGET
 DraftMode = Literal["tree", "chain", "off"]
 
 DEFAULT_MAX_TOKENS: Final = 16
+_MOST_SALT_BYTES: Final = 256
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class GenerationParams:
     stream: bool = False
     sampling: SamplingSpec = field(default_factory=SamplingSpec)
     num_return_sequences: int = 1
+    cache_salt: str = ""  # cached prompt pages are shared only under the same one
 
     def sequences(self) -> list[GenerationParams]:
         """The row once for each of its sequences, which differ by their noise."""
@@ -131,6 +133,7 @@ def validate(
         stream=bool(raw.stream),
         sampling=finish_sampling(sampling, raw, limits, text, grammars),
         num_return_sequences=raw.num_return_sequences or 1,
+        cache_salt=_cache_salt(raw),
     )
 
 
@@ -159,6 +162,14 @@ def _tree_budget(raw: RawRequest, limits: Limits) -> int:
             "tree_budget", rule, budget, f"leave it out or send at most {limits.max_nodes}"
         )
     return budget
+
+
+def _cache_salt(raw: RawRequest) -> str:
+    salt = raw.cache_salt or b""
+    if len(salt) > _MOST_SALT_BYTES:
+        rule = f"may have {_MOST_SALT_BYTES} bytes at most"
+        raise InvalidArgument.of("cache_salt", rule, len(salt), "send a shorter one, such as a hash")
+    return decode_utf8("cache_salt", salt)
 
 
 def _stop_ids(raw: RawRequest, limits: Limits, text: TextCodec) -> frozenset[int]:

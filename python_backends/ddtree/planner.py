@@ -25,6 +25,7 @@ from ddtree.stages.base import StageInfo
 from ddtree.tree import useful_width
 from ddtree.types import (
     AUTO_BUDGET,
+    Beginnings,
     DraftRequest,
     DraftResult,
     FeatureRequest,
@@ -93,6 +94,7 @@ class RoundPlanner:
             counts=_ints([count for _, count in batch]),
             reserve=_ints([_reserved_tokens(live) + live.node_cap + 1 for live in lives]),
             sampling=tuple("" if live.committed else live.settings for live in lives),
+            beginnings=_beginnings(lives, lambda live: 0 if live.committed else live.to_commit),
         )
 
     def draft(self, batch: Sequence[Live], *, context_only: bool = False) -> DraftRequest:
@@ -105,9 +107,25 @@ class RoundPlanner:
             context_features=torch.cat(features) if features else empty,
             counts=_ints([len(live.draft.pending_ids) for live in batch]),
             root_tokens=_ints([0 if context_only else live.sequence.root_token for live in batch]),
-            reserve=_ints([_reserved_tokens(live) + self._draft_depth + 1 for live in batch]),
+            reserve=self._draft_reserve(batch),
             depth=0 if context_only else max(self._depth(live) for live in batch),
             width=0 if context_only else max(self._width(live) for live in batch),
+            beginnings=_beginnings(batch, lambda _: 0),  # who opens with context has begun nowhere else
+        )
+
+    def open_drafts(self, batch: Sequence[Live]) -> DraftRequest:
+        """Open the drafter's sessions with as much of what was committed as it has cached itself."""
+        none = _ints([0] * len(batch))
+        return DraftRequest(
+            sessions=_sessions(batch, lambda live: live.draft.epoch, lambda _: 0),
+            context_ids=none[:0],
+            context_features=torch.zeros((0, self._feature_size), dtype=self._feature_dtype),
+            counts=none,
+            root_tokens=none,
+            reserve=self._draft_reserve(batch),
+            depth=0,
+            width=0,
+            beginnings=_beginnings(batch, lambda live: live.draft.behind_until),
         )
 
     def trees(self, batch: Sequence[Live], drafts: DraftResult) -> TreeRequest:
@@ -137,6 +155,9 @@ class RoundPlanner:
         """Read back the features of committed tokens `[start, start + count)`."""
         sessions = _sessions([live], lambda live: live.sequence.epoch, lambda live: live.committed)
         return FeatureRequest(sessions, _ints([start]), _ints([count]))
+
+    def _draft_reserve(self, batch: Sequence[Live]) -> torch.Tensor:
+        return _ints([_reserved_tokens(live) + self._draft_depth + 1 for live in batch])
 
     def _depth(self, live: Live) -> int:
         """Deepest useful draft: an accepted path and its bonus token must fit into what may be emitted."""
@@ -181,6 +202,16 @@ def _sessions(
         ids=torch.tensor([live.sequence.session_id for live in batch], dtype=torch.int64),
         epochs=_ints([epoch(live) for live in batch]),
         lengths=_ints([length(live) for live in batch]),
+    )
+
+
+def _beginnings(batch: Sequence[Live], count: Callable[[Live], int]) -> Beginnings:
+    """The first `count` ids of each sequence, and the salt under which it shares pages."""
+    ids = [live.sequence.all_ids[: count(live)] if count(live) else [] for live in batch]
+    return Beginnings(
+        ids=_ints([token for begun in ids for token in begun]),
+        counts=_ints([len(begun) for begun in ids]),
+        salts=tuple(live.sequence.params.cache_salt for live in batch),
     )
 
 

@@ -28,6 +28,7 @@ class RawRequest:
     exclude_input_in_output: bool | None = None
     draft_mode: bytes | None = None
     tree_budget: int | None = None
+    cache_salt: bytes | None = None
     end_id: int | None = None
     stop_token_ids: Sequence[int] | None = None
     ignore_eos: bool | None = None

@@ -1,16 +1,18 @@
 """The session table of a stage: its state per request, with epoch, committed length and time to live.
 
-The table decides whether a call belongs to the life of the session it holds. It knows nothing of what a
-session's pages contain.
+The table decides whether a call belongs to the life of the session it holds, and lets sessions that begin
+alike share pages: a page that a session filled is published under its key, and a session that opens takes
+the longest run of published pages it begins with. It knows nothing of what a page contains.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ddtree.kv_cache import KvPool, Pages
+from ddtree.prefix_cache import KeyChain, PageKeys, Prefix
 from ddtree.sampling import SamplerState
 from ddtree.types import Status, Usage
 
@@ -24,15 +26,25 @@ class Session:
     pages: Pages
     length: int = 0  # committed length
     sampler: SamplerState | None = None  # in the verifier, when more than the largest logit decides
+    keys: KeyChain | None = None  # of its pages; None: they are shared with nobody
     last_used: float = field(default=0.0, repr=False)
 
 
 class SessionTable:
     """Sessions by id, over one pool. A session not used for `ttl_s` seconds is dropped."""
 
-    def __init__(self, pool: KvPool, *, ttl_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        pool: KvPool,
+        *,
+        ttl_s: float,
+        keys: PageKeys | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Take the pool; without `keys` no page is ever shared."""
         self._pool = pool
         self._ttl_s = ttl_s
+        self._keys = keys if pool.can_share else None
         self._clock = clock
         self._sessions: dict[int, Session] = {}
 
@@ -42,20 +54,48 @@ class SessionTable:
     def __iter__(self) -> Iterator[Session]:
         return iter(self._sessions.values())
 
-    def open(self, session_id: int, epoch: int, slots: int) -> Session | None:
+    def open(self, session_id: int, epoch: int, slots: int, prefix: Prefix | None = None) -> Session | None:
         """Open a session with `slots` reserved KV slots; None when the pool has too few.
 
-        An earlier life of the same session is dropped first. A call of an earlier life than the one held
-        is refused by `find`, so the caller checks `is_stale` before opening.
+        It begins with as much of `prefix` as is cached, in whole pages: its length says how much. Without a
+        prefix it shares nothing, now or later. An earlier life of the same session is dropped first. A call
+        of an earlier life than the one held is refused by `find`, so the caller checks `is_stale` before.
         """
         assert not self.is_stale(session_id, epoch), f"session {session_id} already lives a later epoch"
-        self.release(session_id)
-        pages = self._pool.reserve(slots)
+        self._drop(session_id)
+        keys, shared = self._look_up(prefix)
+        pages = self._pool.reserve_after(shared, slots) if shared else self._pool.reserve(slots)
         if pages is None:
             return None
-        session = Session(session_id, epoch, pages, last_used=self._clock())
+        length = len(shared) * self._pool.page_size
+        session = Session(session_id, epoch, pages, length, keys=keys, last_used=self._clock())
         self._sessions[session_id] = session
         return session
+
+    def _look_up(self, prefix: Prefix | None) -> tuple[KeyChain | None, list[int]]:
+        """The key chain of a new session, where its cached pages end, and these pages."""
+        if self._keys is None or prefix is None:
+            return None, []
+        chain, size = self._keys.begin(prefix.salt), self._pool.page_size
+        shared: list[int] = []
+        for start in range(0, len(prefix.ids) - size + 1, size):
+            ids = prefix.ids[start : start + size]
+            page = self._pool.table.find(chain.peek(ids))
+            if page is None:
+                break
+            shared.append(page)
+            chain.push(ids)
+        return chain, shared
+
+    def commit(self, session: Session, ids: Sequence[int]) -> None:
+        """Note that these ids are committed now, and all that is kept of them is in the pool."""
+        full = session.length // self._pool.page_size
+        session.length += len(ids)
+        if session.sampler is not None:
+            session.sampler.push(ids)
+        if session.keys is not None:
+            for place, key in enumerate(session.keys.push(ids), start=full):
+                self._pool.table.publish(session.pages.indices[place], key)
 
     def is_stale(self, session_id: int, epoch: int) -> bool:
         """Whether the table holds a later life of this session than `epoch`."""
@@ -71,17 +111,22 @@ class SessionTable:
         return session
 
     def open_or_find(
-        self, session_id: int, epoch: int, length: int, slots: int
+        self, session_id: int, epoch: int, length: int, slots: int, prefix: Prefix | None = None
     ) -> tuple[Session | None, Status]:
         """Open at length 0, find at any other; gives the session, or None and why there is none."""
         if length > 0 or self.is_stale(session_id, epoch):
             session = self.find(session_id, epoch, length)
             return session, Status.OK if session is not None else Status.SESSION_LOST
-        session = self.open(session_id, epoch, slots)
+        session = self.open(session_id, epoch, slots, prefix)
         return session, Status.OK if session is not None else Status.POOL_FULL
 
-    def release(self, session_id: int) -> None:
-        """Drop a session and free its pages; an unknown id is no error, it may have expired."""
+    def release(self, session_ids: Sequence[int]) -> Usage:
+        """Drop sessions; an unknown id is no error, it may have expired."""
+        for session_id in session_ids:
+            self._drop(session_id)
+        return self.usage()
+
+    def _drop(self, session_id: int) -> None:
         session = self._sessions.pop(session_id, None)
         if session is not None:
             self._pool.release(session.pages)
@@ -91,15 +136,21 @@ class SessionTable:
         deadline = self._clock() - self._ttl_s
         outdated = [s.session_id for s in self._sessions.values() if s.last_used < deadline]
         for session_id in outdated:
-            self.release(session_id)
+            self._drop(session_id)
         return len(outdated)
 
     def usage(self) -> Usage:
-        """What the table holds."""
-        return Usage(len(self._sessions), self._pool.pages_used, self._pool.num_pages)
+        """What is held now; sessions past their time are dropped first."""
+        self.expire()
+        pool = self._pool
+        return Usage(len(self._sessions), pool.pages_used, pool.num_pages, pool.pages_cached)
 
     def check_integrity(self) -> None:
-        """Assert that the pool's pages are exactly those of the live sessions."""
+        """Assert that the pages held are those of the live sessions, and none is shared that is written."""
         self._pool.check_integrity(session.pages for session in self)
         for session in self:
             assert 0 <= session.length <= session.pages.capacity, f"{session} is longer than its pages"
+            written = session.pages.indices[session.length // self._pool.page_size :]
+            for page in written:
+                references = self._pool.table.references(page)
+                assert references == 1, f"{session} writes to page {page}, which {references} hold"

@@ -36,9 +36,37 @@ class SessionBatch:
         return int(self.ids.shape[0])
 
 
+def _nothing() -> torch.Tensor:
+    return torch.zeros(0, dtype=torch.int32)
+
+
+@dataclass(frozen=True)
+class Beginnings:
+    """What the sequences that open in a call begin with, so that cached pages can be found.
+
+    A sequence that opens without is served, and shares no page with any other.
+    """
+
+    ids: torch.Tensor = field(default_factory=_nothing)  # [sum counts] int32
+    counts: torch.Tensor = field(default_factory=_nothing)  # [S] int32, 0 where none opens; or no elements
+    salts: tuple[str, ...] = ()  # per sequence: pages are shared only under the same salt
+
+    def split(self) -> tuple[tuple[int, ...], ...]:
+        """The ids of each sequence; nothing when nobody opens."""
+        ids, start, pieces = self.ids.tolist(), 0, []
+        for count in self.counts.tolist():
+            pieces.append(tuple(ids[start : start + count]))
+            start += count
+        return tuple(pieces)
+
+
 @dataclass(frozen=True)
 class PrefillRequest:
-    """One chunk of committed ids per sequence, to be added to the verifier's cache."""
+    """One chunk of committed ids per sequence, to be added to the verifier's cache.
+
+    A sequence that opens may bring all ids it is to commit as its beginning. Where some of them are cached
+    its chunk starts after those: as many ids as it asked for, or as are left.
+    """
 
     sessions: SessionBatch
     token_ids: torch.Tensor  # [sum counts] int32
@@ -46,6 +74,7 @@ class PrefillRequest:
     reserve: torch.Tensor  # [S] int32, KV slots the session may ever need, tree included
     # Per sequence, `SamplingSpec.to_json`, read where the session opens; absent: all are plain.
     sampling: tuple[str, ...] = ()
+    beginnings: Beginnings = field(default_factory=Beginnings)
 
 
 @dataclass(frozen=True)
@@ -55,7 +84,8 @@ class PrefillResult:
     status: torch.Tensor  # [S] int32
     next_tokens: torch.Tensor  # [S] int32, the target's token after the chunk's last one
     log_probs: torch.Tensor  # [S, E, width] float32 of those tokens, see `log_probs`; E is 0 or 1
-    features: torch.Tensor  # [sum counts, H] projected context features of the chunk
+    features: torch.Tensor  # [sum of what was read, H] projected context features of the chunks
+    reused: torch.Tensor = field(default_factory=_nothing)  # [S] int32 cached ids, or no elements: none
 
 
 @dataclass(frozen=True)
@@ -63,7 +93,8 @@ class DraftRequest:
     """Newly committed context for the drafter and the root tokens to draft from.
 
     `depth == 0` only extends the context. Context ids and features are aligned; the root token has no
-    feature yet, so it comes apart.
+    feature yet, so it comes apart. A sequence that opens may bring its first ids as its beginning, and no
+    context then: the answer says how much of it the drafter has cached, and what follows is owed to it.
     """
 
     sessions: SessionBatch  # lengths: context tokens the drafter should already hold
@@ -74,6 +105,7 @@ class DraftRequest:
     reserve: torch.Tensor  # [S] int32, slots to hold when the session opens
     depth: int  # draft positions wanted, 0..D
     width: int  # candidates wanted per position
+    beginnings: Beginnings = field(default_factory=Beginnings)
 
 
 def _no_edges() -> torch.Tensor:
@@ -93,11 +125,13 @@ class DraftResult:
     top_ids: torch.Tensor  # [S, D, K] int32
     top_log_probs: torch.Tensor  # [S, D, K] float32, natural log, normalised over the whole vocabulary
     edge_log_probs: torch.Tensor = field(default_factory=_no_edges)  # [S, D, K, K] float32
+    reused: torch.Tensor = field(default_factory=_nothing)  # [S] int32 cached ids, or no elements: none
 
     def select(self, rows: torch.Tensor) -> DraftResult:
         """The results of some sequences, `rows` int64."""
         edges = self.edge_log_probs[rows] if self.edge_log_probs.numel() else self.edge_log_probs
-        return DraftResult(self.status[rows], self.top_ids[rows], self.top_log_probs[rows], edges)
+        reused = self.reused[rows] if self.reused.numel() else self.reused
+        return DraftResult(self.status[rows], self.top_ids[rows], self.top_log_probs[rows], edges, reused)
 
 
 @dataclass(frozen=True)
@@ -187,8 +221,9 @@ class Usage:
     """What a stage holds right now."""
 
     sessions: int
-    pages_used: int
+    pages_used: int  # by sessions; one that several share counts once
     pages_total: int
+    pages_cached: int = 0  # full pages that no session holds, kept until somebody needs pages
 
 
 @dataclass(frozen=True)

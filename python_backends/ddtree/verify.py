@@ -21,6 +21,7 @@ from ddtree.budget import CostCurve, measure
 from ddtree.errors import InvalidArgument
 from ddtree.grammar import GrammarCompiler
 from ddtree.models.target import Target, TargetStep
+from ddtree.prefix_cache import PageKeys, Prefix
 from ddtree.pruning import prune
 from ddtree.samplers import Samplers
 from ddtree.sampling import choose
@@ -55,6 +56,7 @@ class VerifierLimits:
     page_size: int
     max_nodes: int
     session_ttl_s: float
+    prefix_cache: bool = True  # sequences that begin alike share pages
 
 
 class TargetVerifier:
@@ -91,7 +93,8 @@ class TargetVerifier:
         self.pool = target.make_pool(
             feature_size, budget_bytes=limits.kv_cache_bytes, page_size=limits.page_size
         )
-        self.sessions = SessionTable(self.pool, ttl_s=limits.session_ttl_s)
+        keys = PageKeys(draft_hash, limits.page_size) if limits.prefix_cache else None
+        self.sessions = SessionTable(self.pool, ttl_s=limits.session_ttl_s, keys=keys)
         self._cost = CostCurve(rows=(1,), ms=(1.0,))
 
     def measure_cost(self, repeats: int = 3, on_progress: Callable[[int], None] | None = None) -> None:
@@ -132,42 +135,40 @@ class TargetVerifier:
 
     def usage(self) -> Usage:
         """Sessions and pages held now; sessions past their time are dropped first."""
-        self.sessions.expire()
         return self.sessions.usage()
 
     def release(self, session_ids: Sequence[int]) -> Usage:
         """Drop sessions; unknown ids are ignored."""
-        for session_id in session_ids:
-            self.sessions.release(session_id)
-        return self.usage()
+        return self.sessions.release(session_ids)
 
     @torch.inference_mode()
     def prefill(self, request: PrefillRequest) -> PrefillResult:
         """Add a chunk of committed ids to each session; a chunk at length 0 opens its session."""
         self.sessions.expire()
-        counts = request.counts.tolist()
-        status, found = self._open_or_find(request)
+        found = self._open_or_find(request)
+        chunks = verify_batch.chunks(request, found.reused)
+        counts = [len(chunk) for chunk in chunks]
         features = torch.zeros(
             (sum(counts), self._feature_size), dtype=self.target.dtype, device=self._device
         )
-        live = {index: session for index, session in enumerate(found) if session is not None}
-        if live:
-            starts = verify_batch.starts_of(counts)
-            rows = torch.cat([torch.arange(starts[i], starts[i] + counts[i]) for i in live]).to(self._device)
-            segments, start = [], 0
-            for i, session in live.items():
-                segments.append(self._segment(session, start, counts[i], None, None))
-                start += counts[i]
-            last_rows = torch.tensor([segment.stop - 1 for segment in segments], device=self._device)
-            plan = StepPlan.build(self.pool, tuple(segments))
-            step = self.target.forward(request.token_ids.to(self._device).long()[rows], plan, last_rows)
-            features[rows] = self._project(step, plan.slots, None)
-            ids = request.token_ids.tolist()
-            for i, session in live.items():
-                _grow(session, ids[starts[i] : starts[i] + counts[i]])
-            first = first_tokens(step.logits, [session.sampler for session in live.values()])
-            return verify_batch.prefilled(status, list(live), first, features)
-        return verify_batch.nothing_prefilled(status, features)
+        live = found.live
+        if not live:
+            return verify_batch.nothing_prefilled(found, features)
+        starts = verify_batch.starts_of(counts)
+        rows = torch.cat([torch.arange(starts[i], starts[i] + counts[i]) for i in live]).to(self._device)
+        segments, start = [], 0
+        for i, session in live.items():
+            segments.append(self._segment(session, start, counts[i], None, None))
+            start += counts[i]
+        last_rows = torch.tensor([segment.stop - 1 for segment in segments], device=self._device)
+        plan = StepPlan.build(self.pool, tuple(segments))
+        ids = torch.tensor([token for i in live for token in chunks[i]], device=self._device)
+        step = self.target.forward(ids, plan, last_rows)
+        features[rows] = self._project(step, plan.slots, None)
+        for i, session in live.items():
+            self.sessions.commit(session, chunks[i])
+        first = first_tokens(step.logits, [session.sampler for session in live.values()])
+        return verify_batch.prefilled(found, first, features)
 
     @torch.inference_mode()
     def verify(self, request: VerifyRequest) -> VerifyResult:
@@ -196,7 +197,7 @@ class TargetVerifier:
         features = self._commit(sessions, plan, step, accepted)
         for index, session in enumerate(sessions):
             path = accepted.accepted_tokens[index, : int(accepted.accepted_counts[index])]
-            _grow(session, [root_ids[index], *path.tolist()])
+            self.sessions.commit(session, [root_ids[index], *path.tolist()])
         commit_ms = (time.perf_counter() - started) * 1e3
         return verify_batch.verified(status, live, trees.counts, target, accepted, features, commit_ms)
 
@@ -219,23 +220,30 @@ class TargetVerifier:
         """Assert that pages and sessions agree."""
         self.sessions.check_integrity()
 
-    def _open_or_find(self, request: PrefillRequest) -> tuple[torch.Tensor, list[Session | None]]:
-        reserve = request.reserve.tolist()
+    def _open_or_find(self, request: PrefillRequest) -> verify_batch.Found:
+        reserve, salts = request.reserve.tolist(), request.beginnings.salts
+        beginnings = request.beginnings.split()
         found: list[Session | None] = []
         statuses: list[Status] = []
+        reused = [0] * len(reserve)
         for index, row in enumerate(verify_batch.session_rows(request.sessions)):
-            session, status = self.sessions.open_or_find(*row, reserve[index])
-            if session is not None and session.length == 0 and request.sampling:
+            # The last id is never taken from the cache: what the target says after it is wanted.
+            prefix = Prefix(beginnings[index][:-1], salts[index]) if salts else None
+            session, status = self.sessions.open_or_find(*row, reserve[index], prefix)
+            if session is not None and row[2] == 0:
+                reused[index] = session.length
                 try:
-                    session.sampler = self._samplers.open(request.sampling[index])
+                    session.sampler = self._samplers.open(request.sampling[index] if request.sampling else "")
+                    if session.sampler is not None and session.length:
+                        session.sampler.push(beginnings[index][: session.length])
                 except InvalidArgument:
                     # The orchestrator refuses such grammars, so its library reads them otherwise than ours.
                     _LOG.exception("a grammar cannot be used")
-                    self.sessions.release(session.session_id)
-                    session, status = None, Status.GRAMMAR_FAILED
+                    self.sessions.release([session.session_id])
+                    session, status, reused[index] = None, Status.GRAMMAR_FAILED, 0
             found.append(session)
             statuses.append(status)
-        return torch.tensor(statuses, dtype=torch.int32), found
+        return verify_batch.Found(tuple(found), tuple(statuses), tuple(reused))
 
     def _find(self, sessions: SessionBatch) -> list[Session | None]:
         return [self.sessions.find(*row) for row in verify_batch.session_rows(sessions)]
@@ -285,10 +293,3 @@ class TargetVerifier:
         features: torch.Tensor = self._projection(torch.cat(list(taps), dim=-1))
         self.pool.features[slots] = features
         return features
-
-
-def _grow(session: Session, tokens: Sequence[int]) -> None:
-    """Note that these tokens are committed now."""
-    session.length += len(tokens)
-    if session.sampler is not None:
-        session.sampler.push(tokens)

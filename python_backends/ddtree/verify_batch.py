@@ -1,14 +1,48 @@
-"""Packs and unpacks a verifier's calls: which sequence a row belongs to. Knows no model and no session."""
+"""Packs and unpacks a verifier's calls: which sequence a row belongs to. Knows no model and no cache."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
 from ddtree.accept import Acceptance
+from ddtree.sessions import Session
 from ddtree.tree_sampling import TargetTokens, no_log_probs
-from ddtree.types import PrefillResult, SessionBatch, Status, TreeBatch, VerifyResult
+from ddtree.types import PrefillRequest, PrefillResult, SessionBatch, Status, TreeBatch, VerifyResult
+
+
+@dataclass(frozen=True)
+class Found:
+    """What the session table says to each sequence of a call."""
+
+    sessions: tuple[Session | None, ...]
+    statuses: tuple[Status, ...]
+    reused: tuple[int, ...]  # cached ids that a session which opened begins with
+
+    @property
+    def live(self) -> dict[int, Session]:
+        """Places in the batch and sessions of those that are served."""
+        return {place: session for place, session in enumerate(self.sessions) if session is not None}
+
+    @property
+    def status(self) -> torch.Tensor:
+        """`[S]` int32."""
+        return torch.tensor(self.statuses, dtype=torch.int32)
+
+
+def chunks(request: PrefillRequest, reused: Sequence[int]) -> list[list[int]]:
+    """The ids that each sequence reads now: after what is cached of its beginning, where something is."""
+    ids, counts = request.token_ids.tolist(), request.counts.tolist()
+    beginnings = request.beginnings.split()
+    pieces = []
+    for place, (start, count) in enumerate(zip(starts_of(counts), counts, strict=True)):
+        if reused[place]:
+            pieces.append(list(beginnings[place][reused[place] : reused[place] + count]))
+        else:
+            pieces.append(ids[start : start + count])
+    return pieces
 
 
 def session_rows(sessions: SessionBatch) -> list[tuple[int, int, int]]:
@@ -32,22 +66,24 @@ def select_trees(trees: TreeBatch, live: Sequence[int], device: torch.device) ->
     return TreeBatch(*(field[index].to(device) for field in fields))
 
 
-def nothing_prefilled(status: torch.Tensor, features: torch.Tensor) -> PrefillResult:
+def nothing_prefilled(found: Found, features: torch.Tensor) -> PrefillResult:
     """The result when no sequence could be prefilled; `features` are zeros."""
-    return PrefillResult(status, torch.zeros_like(status), no_log_probs(len(status)), features)
+    status = found.status
+    return PrefillResult(
+        status, torch.zeros_like(status), no_log_probs(len(status)), features, torch.zeros_like(status)
+    )
 
 
-def prefilled(
-    status: torch.Tensor, live: Sequence[int], first: TargetTokens, features: torch.Tensor
-) -> PrefillResult:
+def prefilled(found: Found, first: TargetTokens, features: torch.Tensor) -> PrefillResult:
     """Put what the target says after each live sequence's chunk to its place in the batch."""
-    index = torch.tensor(live)
+    status, index = found.status, torch.tensor(list(found.live))
     next_tokens = torch.zeros_like(status)
     next_tokens[index] = first.tokens[:, 0].to("cpu", torch.int32)
     entries = torch.zeros((len(status), *first.log_probs.shape[1:]))
     entries[index] = first.log_probs.cpu()
     status[index[sorted(first.failed)]] = Status.GRAMMAR_FAILED
-    return PrefillResult(status, next_tokens, entries, features)
+    reused = torch.tensor(found.reused, dtype=torch.int32)
+    return PrefillResult(status, next_tokens, entries, features, reused)
 
 
 def nothing_verified(status: torch.Tensor, features: torch.Tensor) -> VerifyResult:

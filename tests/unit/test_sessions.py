@@ -59,7 +59,7 @@ def test_a_full_pool_is_told_and_nothing_is_kept() -> None:
     table.open(1, 0, 20)
     assert table.open_or_find(2, 0, 0, 13) == (None, Status.POOL_FULL)
     assert table.usage().sessions == 1
-    table.release(1)
+    table.release([1])
     assert table.open_or_find(2, 0, 0, 13)[1] == Status.OK
     table.check_integrity()
 
@@ -80,5 +80,5 @@ def test_sessions_nobody_touches_expire_and_touched_ones_do_not() -> None:
 
 def test_releasing_an_unknown_session_is_no_error() -> None:
     table = make_table()
-    table.release(99)
+    table.release([99])
     assert table.usage().pages_used == 0
