@@ -66,6 +66,9 @@ class Engine:
             DDTreeError: a stage does not answer, or the stages do not fit each other.
         """
         info = await self._stages.describe()
+        if info.verifier.fallback:
+            _LOG.warning("no trees are verified, the engine decodes by itself: %s", info.verifier.fallback)
+            self._observe(events.FellBack("native_chain"))
         self._planner = RoundPlanner(info)
         self._drafting = DraftingLoop(
             self._stages, self._planner, feed_chunk=self._feed_chunk, observe=self._observe
@@ -103,7 +106,7 @@ class Engine:
             sequence=Sequence(params, self._next_session, self._decoder, clock),
             sink=sink,
             done=asyncio.get_running_loop().create_future(),
-            draft=DraftContext(is_wanted=params.draft_mode != "off" and params.tree_budget != 0),
+            draft=DraftContext(is_wanted=self._plan.wants_drafts(params)),
             node_cap=self._plan.node_cap(params),
             settings=self._plan.settings(params),  # here, where what is wrong with them concerns nobody else
             request=request,
@@ -250,6 +253,11 @@ class Engine:
                 self._observe(events.Preempted(live))
             elif status == Status.GRAMMAR_FAILED:
                 raise InvalidArgument("the grammar became too complex to follow; bound its repetitions")
+            elif status == Status.UNSUPPORTED:
+                raise InvalidArgument(
+                    "penalties, logit_bias, bad_words, min_p, min_tokens, log-probs and grammars need the tree "
+                    "verifier, which does not run with the installed TensorRT-LLM; leave them out"
+                )
             elif live.recoveries == _MAX_RECOVERIES:
                 raise Unavailable(
                     f"the verifier lost the session {_MAX_RECOVERIES + 1} times in a row; "

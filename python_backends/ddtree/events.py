@@ -21,7 +21,7 @@ _LOG = logging.getLogger(__name__)
 
 Outcome = Literal["completed", "cancelled", "invalid", "overloaded", "unavailable", "failed", "stop_order"]
 CancelCause = Literal["client_gone", "stop_request", "shutdown"]
-FallbackReason = Literal["drafter_full", "drafter_lost", "not_paying"]
+FallbackReason = Literal["drafter_full", "drafter_lost", "not_paying", "native_chain"]
 
 
 @dataclass(eq=False)
@@ -121,7 +121,10 @@ class PrefixHit:
 
 @dataclass(frozen=True)
 class FellBack:
-    """Decoding goes on without drafts: of a sequence until its end, or (`not_paying`) of all for a while."""
+    """Decoding goes on without drafts: of a sequence until its end, or (`not_paying`) of all for a while.
+
+    `native_chain`: of all, as long as the stages live, because the verifier's engine decodes by itself.
+    """
 
     reason: FallbackReason
 

@@ -176,7 +176,7 @@ _NODES = (0, 1, 2, 4, 8, 16, 24, 32, 48, 64, 128, 256, 512, 1024)
 
 OUTCOMES = ("completed", "cancelled", "invalid", "overloaded", "unavailable", "failed", "stop_order")
 CANCEL_CAUSES = ("client_gone", "stop_request", "shutdown")
-FALLBACKS = ("drafter_full", "drafter_lost", "not_paying")
+FALLBACKS = ("drafter_full", "drafter_lost", "not_paying", "native_chain")
 STAGES = ("drafter", "tree_builder", "target_verifier")
 
 

@@ -47,6 +47,7 @@ class RoundPlanner:
     def __init__(self, info: StageInfo) -> None:
         verifier = info.verifier
         self._draft_depth = info.drafter.block_size - 1
+        self._has_drafter = not verifier.fallback
         self._auto_nodes = min(_MOST_AUTO_NODES, verifier.max_nodes)
         self._feature_size = verifier.feature_size
         self._feature_dtype = getattr(torch, verifier.feature_dtype)
@@ -68,6 +69,10 @@ class RoundPlanner:
         self.limits = Limits.for_target(
             verifier.vocab_size, min(verifier.context_length, room), max_nodes=verifier.max_nodes
         )
+
+    def wants_drafts(self, params: GenerationParams) -> bool:
+        """Whether our drafter has a part in a sequence."""
+        return self._has_drafter and params.draft_mode != "off" and params.tree_budget != 0
 
     def node_cap(self, params: GenerationParams) -> int:
         """Most draft nodes a round may stage for a sequence with these parameters."""

@@ -22,6 +22,7 @@ class Status(IntEnum):
     SESSION_LOST = 1  # unknown id, another epoch, or another committed length: open it again
     POOL_FULL = 2  # no pages for what the session wants to reserve: try again when another one ends
     GRAMMAR_FAILED = 3  # the session's grammar cannot be followed any further
+    UNSUPPORTED = 4  # the engine that stands in for the verifier cannot sample as the session asks
 
 
 @dataclass(frozen=True)
@@ -240,6 +241,8 @@ class VerifierInfo:
     cost_rows: tuple[int, ...]  # verified rows whose cost was measured at load
     cost_ms: tuple[float, ...]
     usage: Usage
+    # Why the engine decodes by itself instead of verifying trees; then it needs no drafter. Empty: it does not.
+    fallback: str = ""
 
 
 @dataclass(frozen=True)
