@@ -135,28 +135,28 @@ class Guard:
         return None
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
-        taken = 0
-
-        async def limited() -> Message:
-            nonlocal taken
+        """Read the small body first: frameworks turn what `receive` raises into errors of theirs."""
+        body = bytearray()
+        while True:
             message = await receive()
-            taken += len(message.get("body", b""))
-            if taken > self._max_body_bytes:  # sent in pieces without saying how long it is
-                raise _TooLargeError
-            return message
+            if message["type"] != "http.request":
+                return  # left before it was all there
+            body += message.get("body", b"")
+            if len(body) > self._max_body_bytes:  # sent in pieces without saying how long it is
+                await _refuse(self._too_large(), scope, receive, send)
+                return
+            if not message.get("more_body", False):
+                break
+        waiting: list[Message] = [{"type": "http.request", "body": bytes(body), "more_body": False}]
 
-        try:
-            await self._app(scope, limited, send)
-        except _TooLargeError:
-            await _refuse(self._too_large(), scope, receive, send)
+        async def replay() -> Message:
+            return waiting.pop() if waiting else await receive()
+
+        await self._app(scope, replay, send)
 
     def _too_large(self) -> ApiError:
         message = f"the body may have {self._max_body_bytes} bytes at most; shorten the request"
         return ApiError(413, message, code="request_too_large")
-
-
-class _TooLargeError(Exception):
-    """The body grew over the limit."""
 
 
 async def _refuse(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:

@@ -29,7 +29,12 @@ def tiny_server(
     repository = make_repository(
         tmp_path_factory.mktemp("gateway") / "models", project_root / "model_repository", "in_process"
     )
-    triton = LocalTriton(repository, load_models=["ddtree"], env=tiny_pair.environment("in_process"))
+    triton = LocalTriton(
+        repository,
+        load_models=["ddtree"],
+        env=tiny_pair.environment("in_process"),
+        log_path=tmp_path_factory.mktemp("log") / "triton.log",
+    )
     with triton:
         codec = TextCodec.from_folder(tiny_pair.target)
         yield OracleServer(triton, "in_process", repository, codec, tiny_reference)
