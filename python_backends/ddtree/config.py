@@ -60,7 +60,7 @@ class ServingConfig:
     max_nodes: int = 256  # most draft nodes a request may ask for
     max_step_nodes: int = 512  # most draft nodes verified in one step, over all sequences
     session_ttl_s: int = 600  # a session nobody touched for so long is dropped
-    stage_recovery_s: int = 0  # how long sequences wait for a lost verifier; 0: they end with an error at once
+    stage_recovery_s: int = 0  # how long a lost verifier is waited for; 0: its sequences end at once
     draft_timeout_ms: int = 5000  # a drafter slower than this is done without
     drain_file: Path | None = None  # while this file is there, new requests are refused
     prefix_cache: bool = True  # prompts that begin alike share pages
@@ -70,10 +70,10 @@ class ServingConfig:
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
         for name in ("kv_cache_mib", "draft_kv_cache_mib", "page_size", "prefill_chunk", "max_sequences",
-                     "max_nodes", "max_step_nodes", "session_ttl_s"):  # fmt: skip
+                     "max_nodes", "max_step_nodes", "session_ttl_s", "draft_timeout_ms"):  # fmt: skip
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("threads", "max_waiting", "queue_timeout_ms"):
+        for name in ("threads", "max_waiting", "queue_timeout_ms", "stage_recovery_s"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must not be negative, got {getattr(self, name)}")
 
@@ -111,7 +111,7 @@ class ServingConfig:
 
 
 def _convert(name: str, text: str, type_name: str) -> Any:
-    if type_name == "Path":
+    if type_name.startswith("Path"):
         return Path(text)
     if type_name == "int":
         try:

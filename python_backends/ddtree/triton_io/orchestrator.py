@@ -19,6 +19,7 @@ from typing import Any, Final, Protocol
 
 from ddtree import logs
 from ddtree.config import ServingConfig
+from ddtree.drain_gate import DrainGate
 from ddtree.engine import Engine
 from ddtree.errors import DDTreeError, InvalidArgument
 from ddtree.events import Observe, Outcome, RequestArrived, RequestEnded, RequestWatch, ignore
@@ -30,6 +31,7 @@ from ddtree.raw_request import RawRequest
 from ddtree.scheduler import Scheduler
 from ddtree.stages.base import Stages
 from ddtree.stages.bls import BlsStages
+from ddtree.stages.patience import PatienceLimits, PatientCall
 from ddtree.text import TextCodec
 from ddtree.triton_io.bls_call import call_stage
 from ddtree.triton_io.observability import Observability
@@ -83,8 +85,10 @@ class Orchestrator:
         text: TextCodec,
         observability: Observability | None = None,
         outputs: frozenset[str] = frozenset(),
+        gate: DrainGate | None = None,
     ) -> None:
         """Take the engine and `outputs`, the names a request asks for that lists none: all declared ones."""
+        self._gate = gate or DrainGate(None)
         self._engine = engine
         self._text = text
         self._observability = observability
@@ -135,12 +139,13 @@ class Orchestrator:
         request_id = request.request_id()
         try:
             # Before the first await: the input tensors' memory is Triton's.
-            parsed = parse(read_inputs(request))
+            parsed = parse(read_inputs(request), request.timeout())
             if parsed.is_stop:
                 self._stop(request_id)
                 channel.send(stop_outputs(), is_final=True)
                 ended = RequestEnded(watch, "stop_order")
             else:
+                self._gate.check()
                 await self._generate(request_id, parsed.rows, answer, watch)
                 if answer.cancelled_by:
                     ended = RequestEnded(watch, "cancelled", answer.cancelled_by)
@@ -249,7 +254,9 @@ class TritonPythonModel:
             observe=observability.observe,
         )
         observability.attach(stages, lambda: engine.is_idle)
-        self._orchestrator = Orchestrator(engine, text, observability, _output_names(args))
+        self._orchestrator = Orchestrator(
+            engine, text, observability, _output_names(args), DrainGate(config.drain_file)
+        )
 
     async def execute(self, requests: Sequence[Any]) -> None:
         """Answer requests; Triton runs this in the background, so that many overlap."""
@@ -262,7 +269,10 @@ class TritonPythonModel:
 
     def _load_stages(self, config: ServingConfig, observe: Observe) -> Stages:
         if config.topology == "bls":
-            return BlsStages(call_stage, observe)
+            limits = PatienceLimits(
+                draft_s=config.draft_timeout_ms / 1e3, recovery_s=float(config.stage_recovery_s)
+            )
+            return BlsStages(PatientCall(call_stage, limits), observe)
         # Only here: the models' modules have no business in a process that only calls stages.
         from ddtree.assembly import load_in_process
 

@@ -19,7 +19,7 @@ Arrays = Mapping[str, np.ndarray[Any, Any]]
 
 _PROMPTS: Final = ("text_input", "messages", "input_ids")
 _LISTS: Final = frozenset({"input_ids", "stop_words", "stop_token_ids", "bad_words", "guided_choice"})
-_NAMES: Final = frozenset(field.name for field in fields(RawRequest))
+_NAMES: Final = frozenset(field.name for field in fields(RawRequest)) - {"timeout_us"}
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,12 @@ class ParsedRequest:
     is_stop: bool  # asks to cancel the live request of the same id instead of generating
 
 
-def parse(inputs: Arrays) -> ParsedRequest:
+def parse(inputs: Arrays, timeout_us: int = 0) -> ParsedRequest:
     """Read the inputs that are there; those that mean nothing here are passed over.
+
+    Args:
+        inputs: arrays by name.
+        timeout_us: how long the transport says that the answer is waited for, microseconds; 0 for ever.
 
     Raises:
         InvalidArgument: a tensor does not have one entry per row.
@@ -41,7 +45,10 @@ def parse(inputs: Arrays) -> ParsedRequest:
         return ParsedRequest(rows=(), is_stop=True)
     count = _count_rows(inputs)
     columns = {name: _rows_of(name, array, count) for name, array in inputs.items() if name in _NAMES}
-    rows = (RawRequest(**{name: column[row] for name, column in columns.items()}) for row in range(count))
+    rows = (
+        RawRequest(**{name: column[row] for name, column in columns.items()}, timeout_us=timeout_us or None)
+        for row in range(count)
+    )
     return ParsedRequest(rows=tuple(rows), is_stop=False)
 
 

@@ -25,7 +25,7 @@ _CANCELLED: Final = "cancelled"
 
 
 class Channel(Protocol):
-    """The way back to a request's caller. No method raises: a caller who went away is no error."""
+    """The way back to a request's caller. That the caller went away is no error and raises nothing."""
 
     def send(self, outputs: Arrays, *, is_final: bool) -> None:
         """Send one response."""
@@ -105,10 +105,12 @@ class Answer:
         """Send one row's response, the wanted outputs of it."""
         if self._is_over:
             return
-        self._open_rows -= is_last_of_row
-        self._is_over = self._open_rows == 0
+        is_final = self._open_rows == int(is_last_of_row)
         wanted = {name: array for name, array in outputs.items() if name in self._wanted}
-        self._channel.send(wanted, is_final=self._is_over)
+        self._channel.send(wanted, is_final=is_final)
+        # Only now: an answer whose last response could not be made is not over, and owes its caller an error.
+        self._open_rows -= is_last_of_row
+        self._is_over = is_final
 
 
 class RowSink:

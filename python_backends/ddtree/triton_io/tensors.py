@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, Final
 
 import numpy as np
@@ -29,7 +30,7 @@ def read_inputs(request: Any) -> dict[str, np.ndarray[Any, Any]]:
 
 
 class ResponseChannel:
-    """A request's response sender that never raises and sends the final flag exactly once."""
+    """A request's response sender, which sends the final flag exactly once, whatever Triton says to it."""
 
     def __init__(self, request: Any) -> None:
         self._sender = request.get_response_sender()
@@ -38,7 +39,7 @@ class ResponseChannel:
         self._polled_at = 0.0
 
     def send(self, outputs: Mapping[str, np.ndarray[Any, Any]], *, is_final: bool) -> None:
-        """Send one response."""
+        """Send one response; raises what Triton raises for an array that is no tensor, and sends nothing."""
         tensors = [pb_utils.Tensor(name, array) for name, array in outputs.items()]
         self._send(pb_utils.InferenceResponse(tensors), is_final=is_final)
 
@@ -73,3 +74,7 @@ class ResponseChannel:
                 self._sender.send(response, flags)
         except Exception:  # noqa: BLE001 - whatever Triton raises, the others' answers go on
             _LOG.exception("a response could not be sent")
+            if is_final and response is not None:
+                # A request without its final flag stays in flight for ever and holds up the server's end.
+                with suppress(Exception):
+                    self._sender.send(flags=flags)

@@ -87,3 +87,10 @@ def test_stop_needs_nothing_else() -> None:
 def test_shapes_that_fit_no_row_are_refused(inputs: dict[str, Any], complaint: str) -> None:
     with pytest.raises(InvalidArgument, match=complaint):
         parse({"text_input": strings([b"a"], [b"b"]), **inputs})
+
+
+def test_the_transports_timeout_comes_with_every_row_and_is_no_input() -> None:
+    texts = np.array([[b"a"], [b"b"]], dtype=np.object_)
+    rows = parse({"text_input": texts, "timeout_us": np.array([[7]])}, timeout_us=1500).rows
+    assert [row.timeout_us for row in rows] == [1500, 1500]
+    assert parse({"text_input": texts}).rows[0].timeout_us is None

@@ -250,3 +250,20 @@ def test_the_trace_comes_with_the_round_that_it_is_about(stream: bool) -> None:
     sent = [[json.loads(each)["emitted"]["ids"] for each in one["trace"]] for one in channel.sent]
     assert sent == ([[[0]], [[1, 2]]] if stream else [[[0], [1, 2]]])
     assert {"text_output", "trace"} == set(channel.sent[0])
+
+
+class BrokenChannel(RecordingChannel):
+    """Takes no response, as Triton takes no array that is no tensor."""
+
+    def send(self, outputs: dict[str, np.ndarray[Any, Any]], *, is_final: bool) -> None:
+        raise TypeError(f"no tensor among {list(outputs)}, {is_final=}")
+
+
+def test_an_answer_whose_last_response_cannot_be_made_still_owes_an_error() -> None:
+    channel = BrokenChannel()
+    answer, (sink,) = rows_of(channel, True)
+    with pytest.raises(TypeError):
+        sink.emit(Delta("x", (1,), "stop"), STATS)
+    assert not answer.is_cancelled(), "the row is not over before its caller was told"
+    answer.fail(Unavailable("the answer could not be sent"))
+    assert [str(error) for error in channel.errors] == ["UNAVAILABLE: the answer could not be sent"]
