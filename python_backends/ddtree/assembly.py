@@ -14,23 +14,27 @@ from ddtree.models.draft_checkpoint import DraftCheckpoint, draft_hash, open_che
 from ddtree.models.packed import can_pack, pack, packed_linear
 from ddtree.models.pairing import pair_checks, refuse_failures
 from ddtree.models.probe import check_trees_work
-from ddtree.models.target import TargetModel
+from ddtree.models.target import Target, TargetModel
 from ddtree.stages.in_process import InProcessStages
 from ddtree.text import TextCodec
+from ddtree.trtllm.native import NativeChainVerifier
+from ddtree.trtllm.stage import load_engine_verifier
 from ddtree.verify import TargetVerifier, VerifierLimits
 
 _LOG = logging.getLogger(__name__)
 _MIB = 1 << 20
 
 
-def load_verifier(config: ServingConfig) -> TargetVerifier:
+def load_verifier(config: ServingConfig) -> TargetVerifier | NativeChainVerifier:
     """Load the target with the drafter's projection and measure what verifying costs here.
 
     Raises:
-        CheckpointError: target or draft cannot be used, or do not fit each other.
+        CheckpointError: target or draft cannot be used, or do not fit each other, or the engine cannot run.
     """
     draft = _open_draft(config)
-    return _build_verifier(config, draft, _load_target(config, draft))
+    if config.engine == "trtllm":
+        return load_engine_verifier(config, draft, lambda target: build_verifier(config, draft, target))
+    return build_verifier(config, draft, _load_target(config, draft))
 
 
 def load_drafter(config: ServingConfig) -> Drafter:
@@ -57,7 +61,7 @@ def load_in_process(config: ServingConfig) -> InProcessStages:
         draft = _open_draft(config)
         target = _load_target(config, draft)
         drafter = build_drafter(config, draft, target.embedding, target.head)
-        return _build_verifier(config, draft, target), drafter
+        return build_verifier(config, draft, target), drafter
 
     return InProcessStages.build(load)
 
@@ -71,7 +75,8 @@ def _load_target(config: ServingConfig, draft: DraftCheckpoint) -> TargetModel:
     return target
 
 
-def _build_verifier(config: ServingConfig, draft: DraftCheckpoint, target: TargetModel) -> TargetVerifier:
+def build_verifier(config: ServingConfig, draft: DraftCheckpoint, target: Target) -> TargetVerifier:
+    """Build the verifier of a loaded target: the draft's projection, grammars, limits; and measure its cost."""
     projection = FeatureProjection.load(draft, dtype=target.dtype, device=target.device).requires_grad_(False)
     if can_pack(target.device, target.dtype):
         pack(projection)

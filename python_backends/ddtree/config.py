@@ -18,6 +18,7 @@ from ddtree.errors import ConfigError
 _VARIABLE = re.compile(r"\$\{(?P<name>[A-Za-z_][A-Za-z0-9_]*)(?::-(?P<default>(?:[^{}]|\$\{[^{}]*\})*))?\}")
 _CHOICES = {
     "topology": ("bls", "in_process"),
+    "engine": ("torch", "trtllm"),
     "dtype": ("auto", "bfloat16", "float16", "float32"),
 }
 
@@ -47,6 +48,7 @@ class ServingConfig:
     target: Path
     draft: Path
     topology: str = "bls"
+    engine: str = "torch"  # what runs the target; trtllm has not run on the real engine yet
     device: str = "auto"  # auto: CUDA when there is one
     dtype: str = "auto"  # auto: what the checkpoint says
     threads: int = 0  # CPU threads of a stage; 0: all cores
@@ -69,6 +71,11 @@ class ServingConfig:
         for name, allowed in _CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
+        if self.engine == "trtllm" and self.topology != "bls":
+            raise ConfigError(
+                f"topology must be bls with engine trtllm, got {self.topology}; TensorRT-LLM needs a process of "
+                "its own, so leave DDTREE_TOPOLOGY unset or set engine to torch"
+            )
         for name in ("kv_cache_mib", "draft_kv_cache_mib", "page_size", "prefill_chunk", "max_sequences",
                      "max_nodes", "max_step_nodes", "session_ttl_s", "draft_timeout_ms"):  # fmt: skip
             if getattr(self, name) < 1:
