@@ -13,6 +13,7 @@ import click
 
 from ddtree_client.cli_bench import bench
 from ddtree_client.cli_chat import chat
+from ddtree_client.cli_drafts import LEGENDS, DraftPainter, look_of_stdout
 from ddtree_client.cli_health import health
 from ddtree_client.cli_inspect import doctor, inspect
 from ddtree_client.cli_options import (
@@ -23,8 +24,10 @@ from ddtree_client.cli_options import (
     open_client,
     prompt_arguments,
     result_object,
+    show_drafts_option,
     stats_line,
 )
+from ddtree_client.cli_trace import trace
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -40,18 +43,26 @@ def cli() -> None:
     help="Send PROMPT as a user's message through the model's chat template, or as the text to continue.",
 )  # fmt: skip
 @click.option("--stats", "show_stats", is_flag=True, help="Afterwards, a line on stderr: speed and rounds.")
+@show_drafts_option
 @generation_options
 @connection_options
-def generate(prompt: str, *, as_chat: bool, show_stats: bool, as_json: bool, **values: Any) -> None:
+def generate(
+    prompt: str, *, as_chat: bool, show_stats: bool, show_drafts: bool, as_json: bool, **values: Any
+) -> None:
     """Answer PROMPT (- reads stdin), printed as it is generated."""
     if prompt == "-":
         prompt = sys.stdin.read()
     options = given_options(values)
+    look = look_of_stdout()
+    painter = DraftPainter(look)
+    if show_drafts and not as_json:
+        options["trace"] = True
+        click.echo(LEGENDS[look], err=True)
     with open_client(values) as client:
         stream = client.stream(**prompt_arguments(prompt, raw=not as_chat), **options)
         for chunk in stream:
             if not as_json:
-                click.echo(chunk.text, nl=False)
+                click.echo(painter.paint(chunk) if show_drafts else chunk.text, nl=False)
         if as_json:
             click.echo(json.dumps(result_object(stream.result), ensure_ascii=False))
             return
@@ -62,6 +73,7 @@ def generate(prompt: str, *, as_chat: bool, show_stats: bool, as_json: bool, **v
 
 
 cli.add_command(chat)
+cli.add_command(trace)
 cli.add_command(bench)
 cli.add_command(health)
 cli.add_command(inspect)

@@ -12,6 +12,7 @@ from typing import Any
 
 import click
 
+from ddtree_client.cli_drafts import LEGENDS, DraftPainter, look_of_stdout
 from ddtree_client.cli_options import (
     Command,
     connection_options,
@@ -19,13 +20,17 @@ from ddtree_client.cli_options import (
     given_options,
     open_client,
     result_object,
+    show_drafts_option,
     stats_line,
 )
 from ddtree_client.client import Client
 from ddtree_client.errors import DDTreeClientError
 from ddtree_client.types import GenerateOptions, Message
 
-HELP = "/reset forgets the conversation · /stats shows numbers after each answer · /quit leaves"
+HELP = (
+    "/reset forgets the conversation · /stats shows numbers after each answer · /drafts marks what was "
+    "drafted · /quit leaves"
+)
 
 
 class Conversation:
@@ -53,16 +58,26 @@ class Terminal:
     """A person at a terminal: prompts, colours, Ctrl-C ends the answer and not the program."""
 
     def __init__(
-        self, client: Client, conversation: Conversation, options: GenerateOptions, *, stats: bool
+        self,
+        client: Client,
+        conversation: Conversation,
+        options: GenerateOptions,
+        *,
+        stats: bool,
+        drafts: bool = False,
     ) -> None:
         self._client = client
         self._conversation = conversation
         self._options = options
         self._stats = stats
+        self._drafts = drafts
+        self._look = look_of_stdout()
 
     def run(self) -> None:
         """Until /quit or the end of input."""
         _note(f"{HELP} · Ctrl-C stops an answer")
+        if self._drafts:
+            _note(LEGENDS[self._look])
         for line in self._lines():
             match line.strip():
                 case "":
@@ -75,6 +90,9 @@ class Terminal:
                 case "/stats":
                     self._stats = not self._stats
                     _note(f"numbers are {'on' if self._stats else 'off'}")
+                case "/drafts":
+                    self._drafts = not self._drafts
+                    _note(LEGENDS[self._look] if self._drafts else "drafts are not marked")
                 case command if command.startswith("/"):
                     _note(HELP)
                 case question:
@@ -86,15 +104,15 @@ class Terminal:
 
     def _answer(self, question: str) -> None:
         answer: list[str] = []
+        painter = DraftPainter(self._look)
+        options: GenerateOptions = {**self._options, "trace": True} if self._drafts else self._options
         try:
-            with self._client.stream(
-                messages=self._conversation.messages(question), **self._options
-            ) as stream:
+            with self._client.stream(messages=self._conversation.messages(question), **options) as stream:
                 for chunk in stream:
                     answer.append(chunk.text)
-                    click.echo(chunk.text, nl=False)
+                    click.echo(painter.paint(chunk) if self._drafts else chunk.text, nl=False)
             click.echo()
-            if self._stats:
+            if self._stats or self._drafts:
                 _note(stats_line(stream.result))
         except KeyboardInterrupt:
             _note("\nstopped")
@@ -108,15 +126,16 @@ class Terminal:
 @click.command(cls=Command)
 @click.option("--system", metavar="TEXT", help="A system message before the conversation.")
 @click.option("--stats", "show_stats", is_flag=True, help="Show speed and rounds after every answer.")
+@show_drafts_option
 @generation_options
 @connection_options
-def chat(*, system: str | None, show_stats: bool, as_json: bool, **values: Any) -> None:
+def chat(*, system: str | None, show_stats: bool, show_drafts: bool, as_json: bool, **values: Any) -> None:
     """Talk with the model. With --json, or when stdin is not a terminal: one turn per line of stdin."""
     options = given_options(values)
     conversation = Conversation(system)
     with open_client(values) as client:
         if not as_json and sys.stdin.isatty():
-            Terminal(client, conversation, options, stats=show_stats).run()
+            Terminal(client, conversation, options, stats=show_stats, drafts=show_drafts).run()
             return
         for line in sys.stdin:
             question = line.strip()
@@ -125,15 +144,26 @@ def chat(*, system: str | None, show_stats: bool, as_json: bool, **values: Any) 
             if question == "/reset":
                 conversation.reset()
             elif question:
-                _answer_line(client, conversation, question, options, as_json=as_json)
+                _answer_line(client, conversation, question, options, as_json=as_json, drafts=show_drafts)
 
 
 def _answer_line(
-    client: Client, conversation: Conversation, question: str, options: GenerateOptions, *, as_json: bool
+    client: Client,
+    conversation: Conversation,
+    question: str,
+    options: GenerateOptions,
+    *,
+    as_json: bool,
+    drafts: bool,
 ) -> None:
-    result = client.generate(messages=conversation.messages(question), **options)
+    if drafts and not as_json:
+        options = {**options, "trace": True}
+    painter = DraftPainter(look_of_stdout())
+    stream = client.stream(messages=conversation.messages(question), **options)
+    painted = [painter.paint(chunk) if drafts else chunk.text for chunk in stream]
+    result = stream.result
     conversation.keep(question, result.text)
-    click.echo(json.dumps(result_object(result), ensure_ascii=False) if as_json else result.text)
+    click.echo(json.dumps(result_object(result), ensure_ascii=False) if as_json else "".join(painted))
 
 
 def _note(text: str) -> None:

@@ -65,7 +65,13 @@ def tree_budget(value: str) -> int:
 
 
 def connection_options(function: _Function) -> _Function:
-    """Adds --url, --model, --timeout, the TLS files and --json; `open_client` takes what they give."""
+    """Adds --json to the `server_options`."""
+    as_json = click.option("--json", "as_json", is_flag=True, help="JSON on stdout, for programs.")
+    return server_options(as_json(function))
+
+
+def server_options(function: _Function) -> _Function:
+    """Adds --url, --model, --timeout and the TLS files; `open_client` takes what they give."""
     pem = click.Path(exists=True, dir_okay=False, path_type=Path)
     for option in reversed(
         (
@@ -77,7 +83,6 @@ def connection_options(function: _Function) -> _Function:
             click.option("--tls-ca", type=pem, help="Certificates to trust (PEM); switches TLS on."),
             click.option("--tls-key", type=pem, help="The client's own key (PEM), for mutual TLS."),
             click.option("--tls-cert", type=pem, help="The client's own certificates (PEM), for mutual TLS."),
-            click.option("--json", "as_json", is_flag=True, help="JSON on stdout, for programs."),
         )
     ):  # fmt: skip
         function = option(function)
@@ -106,6 +111,12 @@ def generation_options(function: _Function) -> _Function:
     ):
         function = option(function)
     return function
+
+
+def show_drafts_option(function: _Function) -> _Function:
+    """Adds --show-drafts."""
+    text = "Mark which tokens were drafted and accepted, and which are the target's own. Not with --json."
+    return click.option("--show-drafts", is_flag=True, help=text)(function)
 
 
 def open_client(values: Mapping[str, Any]) -> Client:

@@ -1,0 +1,82 @@
+"""`ddtree trace` and `--show-drafts` against a real server; the page is looked at in a real browser."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.browser.chromium import Watched, open_browser
+from tests.triton.oracle_server import OracleServer
+
+pytestmark = pytest.mark.triton
+
+COMMAND = (sys.executable, "-c", "from ddtree_client.cli import main; main()")
+
+
+def ddtree(
+    server: OracleServer, *arguments: str, stdin: str = "", exit_code: int = 0
+) -> subprocess.CompletedProcess[str]:
+    command = [*COMMAND, *arguments, "--url", server.triton.grpc_url]
+    done = subprocess.run(
+        command, input=stdin, capture_output=True, text=True, encoding="utf-8", timeout=60, check=False
+    )
+    assert done.returncode == exit_code, done.stderr
+    return done
+
+
+def test_a_page_and_json_of_one_answer(oracle_server: OracleServer, tmp_path: Path) -> None:
+    oracle_server.set_noise(0.4)
+    page_file, json_file = tmp_path / "out.html", tmp_path / "out.json"
+    done = ddtree(
+        oracle_server, "trace", "What <b>grows</b>?", "--raw", "--max-tokens", "40", "--tree-budget", "16",
+        "--html", str(page_file), "--json", str(json_file),
+    )  # fmt: skip
+    values = json.loads(json_file.read_text(encoding="utf-8"))
+    with oracle_server.client() as client:
+        plain = client.generate("What <b>grows</b>?", max_tokens=40, draft_mode="off")
+    assert values["text"] == plain.text
+    assert tuple(token for each in values["rounds"] for token in each["emitted"]["ids"]) == plain.token_ids
+    summary = values["summary"]
+    assert summary["rounds"] == len(values["rounds"]) - 1
+    assert summary["accepted_tokens"] + summary["rounds"] + 1 >= len(plain.token_ids)
+    assert f"{summary['rounds']} rounds" in done.stderr
+    assert f"wrote {page_file}" in done.stderr
+
+    with open_browser() as browser:
+        watched = Watched(browser.new_page())
+        watched.open(page_file)
+        page = watched.page
+        assert page.inner_text("#prompt") == "What <b>grows</b>?"
+        assert page.inner_text("#round-heading") == f"Round 1 of {summary['rounds']}"
+        first = values["rounds"][1]
+        assert page.locator("#canvas g.accepted").count() == len(first["accepted_path"])
+        assert page.locator("#canvas g.rejected").count() == 16 - len(first["accepted_path"])
+        for _ in range(summary["rounds"]):
+            page.keyboard.press("ArrowRight")
+        assert page.inner_text("#round-heading").startswith(f"Round {summary['rounds']} of")
+        assert len(page.screenshot()) > 10_000
+        watched.assert_quiet(page_file)
+
+
+def test_drafts_are_marked_and_the_text_is_the_same(oracle_server: OracleServer) -> None:
+    oracle_server.set_noise(0.4)
+    options = ("--max-tokens", "30", "--tree-budget", "12")
+    plain = ddtree(oracle_server, "generate", "Mark the drafts", *options)
+    marked = ddtree(oracle_server, "generate", "Mark the drafts", *options, "--show-drafts")
+    assert "«" in marked.stdout
+    assert re.sub("[«»]", "", marked.stdout) == plain.stdout
+    assert "«…»: drafted and accepted" in marked.stderr
+    turns = "Mark the drafts\n/quit\n"
+    chat = ddtree(oracle_server, "chat", *options, "--show-drafts", stdin=turns)
+    assert "«" in chat.stdout
+    assert re.sub("[«»]", "", chat.stdout).rstrip("\n") == plain.stdout.rstrip("\n")
+
+
+def test_a_trace_must_go_somewhere(oracle_server: OracleServer) -> None:
+    done = ddtree(oracle_server, "trace", "hi", exit_code=2)
+    assert "--html FILE, --json FILE or both" in done.stderr
