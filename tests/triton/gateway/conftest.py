@@ -5,6 +5,7 @@ Not the server of the other tests: callers leave in crowds here, and Triton 2.51
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,9 +30,10 @@ def tiny_server(
     repository = make_repository(
         tmp_path_factory.mktemp("gateway") / "models", project_root / "model_repository", "in_process"
     )
+    shutil.copytree(project_root / "model_repository" / "ddtree_unary", repository / "ddtree_unary")
     triton = LocalTriton(
         repository,
-        load_models=["ddtree"],
+        load_models=["ddtree", "ddtree_unary"],
         env=tiny_pair.environment("in_process"),
         log_path=tmp_path_factory.mktemp("log") / "triton.log",
     )
