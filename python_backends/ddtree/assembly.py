@@ -76,7 +76,7 @@ def _load_target(config: ServingConfig, draft: DraftCheckpoint) -> TargetModel:
 
 
 def build_verifier(config: ServingConfig, draft: DraftCheckpoint, target: Target) -> TargetVerifier:
-    """Build the verifier of a loaded target: the draft's projection, grammars, limits; and measure its cost."""
+    """Build the verifier of a loaded target, with the draft's projection; and measure what it costs."""
     projection = FeatureProjection.load(draft, dtype=target.dtype, device=target.device).requires_grad_(False)
     if can_pack(target.device, target.dtype):
         pack(projection)

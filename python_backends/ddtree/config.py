@@ -73,8 +73,8 @@ class ServingConfig:
                 raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
         if self.engine == "trtllm" and self.topology != "bls":
             raise ConfigError(
-                f"topology must be bls with engine trtllm, got {self.topology}; TensorRT-LLM needs a process of "
-                "its own, so leave DDTREE_TOPOLOGY unset or set engine to torch"
+                f"topology must be bls with engine trtllm, got {self.topology}; TensorRT-LLM needs a process "
+                "of its own, so leave DDTREE_TOPOLOGY unset or set engine to torch"
             )
         for name in ("kv_cache_mib", "draft_kv_cache_mib", "page_size", "prefill_chunk", "max_sequences",
                      "max_nodes", "max_step_nodes", "session_ttl_s", "draft_timeout_ms"):  # fmt: skip

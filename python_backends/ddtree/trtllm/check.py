@@ -174,9 +174,10 @@ def _path(parents: Sequence[int], node: int) -> list[int]:
 
 def _shares(got: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     """How far each row is off, as a share of the rows' spread."""
-    return (got.float() - expected.float()).norm(dim=-1) / _spread(expected)
+    shares: torch.Tensor = (got.float() - expected.float()).norm(dim=-1) / _spread(expected)
+    return shares
 
 
 def _spread(rows: torch.Tensor) -> torch.Tensor:
-    rows = rows.float()
-    return (rows - rows.mean(0)).norm(dim=-1).mean()
+    spread: torch.Tensor = (rows.float() - rows.float().mean(0)).norm(dim=-1).mean()
+    return spread

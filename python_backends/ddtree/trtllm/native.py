@@ -146,7 +146,8 @@ class NativeChainVerifier:
 
     def verify(self, request: VerifyRequest) -> VerifyResult:
         """Hand on what the engine emitted next; the trees are not looked at."""
-        statuses, emitted, roots = [], [], request.root_tokens.tolist()
+        statuses, roots = [], request.root_tokens.tolist()
+        emitted: list[list[int]] = []
         for index, row in enumerate(_rows(request.sessions)):
             session = self._find(*row)
             statuses.append(Status.SESSION_LOST if session is None else Status.OK)
