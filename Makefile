@@ -15,6 +15,8 @@ HOST ?= 127.0.0.1
 MODEL ?=
 DRAFT ?=
 TOPOLOGY ?= bls
+GATEWAY_PORT ?=
+UNARY ?=
 DTYPE ?=
 TESTS ?=
 BENCH_ARGS ?=
@@ -29,7 +31,7 @@ DEPLOY_TOOLS := $(wildcard requirements/deploy/*.txt) deploy/docker/download.txt
 PACKAGES := python_backends client deploy/local
 # What `make lint` checks; Triton fixes the name model.py, so those are checked one by one.
 CHECKED := $(wildcard python_backends/ddtree client/ddtree_client client/ddtree_gateway deploy/local/ddtree_local benchmarks tests) deploy/helm/chart_docs.py $(wildcard deploy/helm/ddtree/files/*.py)
-MODELS := $(wildcard model_repository/*/1/model.py tests/fakes/*/1/model.py tests/triton/repositories/*/*/1/model.py)
+MODELS := $(wildcard model_repository*/*/1/model.py tests/fakes/*/1/model.py tests/triton/repositories/*/*/1/model.py)
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -37,7 +39,7 @@ help: ## list the targets
 	@echo "Variables: PYTHON=python3.11  interpreter for .venv (CPython 3.10, 3.11 or 3.12)"
 	@echo "           HTTP_PORT GRPC_PORT METRICS_PORT HOST   where serve listens ($(HTTP_PORT) $(GRPC_PORT) $(METRICS_PORT) $(HOST))"
 	@echo "           MODEL=… DRAFT=…  checkpoint folders of target and drafter; DTYPE=float32|bfloat16"
-	@echo "           TOPOLOGY=bls|in_process"
+	@echo "           TOPOLOGY=bls|in_process;  GATEWAY_PORT=9000 serves the OpenAI API too;  UNARY=1 loads ddtree_unary"
 	@echo "           TESTS=tests/unit  part of the tests;  BENCH_ARGS='…'  arguments of the benchmark"
 	@echo "           PIP_ARGS='…'  more arguments for pip in setup: for instance --extra-index-url with"
 	@echo "           PyTorch's index of CPU builds, which saves gigabytes on a machine without a GPU"
@@ -80,6 +82,7 @@ demo: $(STAMP) ## bring the demo pair, start Triton, stream an answer, compare w
 serve: $(STAMP) ## keep Triton up with the demo pair, or MODEL=… DRAFT=…, until Ctrl-C
 	@exec $(BIN)/python -m ddtree_local.serve --host $(HOST) --http-port $(HTTP_PORT) --grpc-port $(GRPC_PORT) \
 	    --metrics-port $(METRICS_PORT) --topology $(TOPOLOGY) \
+	    $(if $(GATEWAY_PORT),--gateway-port $(GATEWAY_PORT)) $(if $(UNARY),--unary) \
 	    $(if $(MODEL),--model "$(MODEL)") $(if $(DRAFT),--draft "$(DRAFT)") $(if $(DTYPE),--dtype $(DTYPE))
 
 test: $(STAMP) ## every test that needs no GPU, those against the real server included

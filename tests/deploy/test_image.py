@@ -97,7 +97,7 @@ def test_it_runs_as_nobody_in_an_empty_folder(instructions: list[Instruction], i
 
 def test_only_what_is_needed_reaches_the_builder(context: list[PurePosixPath]) -> None:
     assert {path.parts[0] for path in context} == {
-        "client", "deploy", "model_repository", "python_backends", "requirements"
+        "client", "deploy", "model_repository", "model_repository_unary", "python_backends", "requirements"
     }  # fmt: skip
     allowed = {".py", ".toml", ".txt", ".pbtxt", ".sh", ".typed"}
     assert {path.suffix or path.name for path in context} <= allowed
@@ -126,7 +126,8 @@ def test_the_model_repositories_hold_the_models_and_nothing_else(image: Path) ->
     models = {path.parent.name for path in (ROOT / "model_repository").glob("*/config.pbtxt")}
     assert {path.name for path in (image / "models").iterdir()} == models
     assert {path.name for path in (image / "models-in-process").iterdir()} == {"ddtree"}
-    for repository in ("models", "models-in-process"):
+    assert {path.name for path in (image / "models-unary").iterdir()} == {"ddtree_unary"}
+    for repository in ("models", "models-in-process", "models-unary"):
         for model in (image / repository).iterdir():
             files = {str(path.relative_to(model)) for path in model.rglob("*") if path.is_file()}
             assert files == {"config.pbtxt", "1/model.py"}
@@ -152,7 +153,10 @@ def test_the_stub_finds_the_environment_first(instructions: list[Instruction]) -
 
 
 def test_the_versions_are_those_that_were_tested() -> None:
-    local = pins(ROOT / "requirements" / "local.txt")
+    files = ("constraints", "observability", "gateway", "local")
+    local = {}
+    for name in files:
+        local |= pins(ROOT / "requirements" / f"{name}.txt")
     client = pins(ROOT / "deploy" / "docker" / "client.txt")
     assert client
     assert {name: local[name] for name in client} == client

@@ -22,6 +22,11 @@ class Project:
         return self.root / _MARK
 
     @property
+    def unary_repository(self) -> Path:
+        """The twin for tools that only know one response."""
+        return self.root / f"{_MARK}_unary"
+
+    @property
     def demo_draft(self) -> Path:
         """Checkpoint folder of the demo's drafter."""
         return self.root / "drafters" / "smollm2-135m-dflash"

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import cast
 
@@ -40,14 +43,31 @@ Try
 Stop with Ctrl-C."""
 
 
-def _serve(server: LocalTriton, log: Path) -> None:
+@contextmanager
+def _gateway(server: LocalTriton, host: str, port: int | None) -> Iterator[None]:
+    """The OpenAI-compatible service in front of the server, when it has a port."""
+    if port is None:
+        yield
+        return
+    command = [sys.executable, "-c", "from ddtree_gateway.cli import main; main()"]
+    arguments = [f"--triton={server.grpc_url}", f"--host={host}", f"--port={port}"]
+    with subprocess.Popen([*command, *arguments]) as gateway:
+        try:
+            click.echo(f"OpenAI API on http://{host}:{port}/v1")
+            yield
+        finally:
+            gateway.terminate()
+
+
+def _serve(server: LocalTriton, log: Path, host: str, gateway_port: int | None) -> None:
     with sigterm_as_interrupt():
         try:
             with waiting("Starting Triton and loading the models"):
                 server.start()
             click.echo(_greeting(server, log))
-            while not server.wait(_POLL_S):
-                pass
+            with _gateway(server, host, gateway_port):
+                while not server.wait(_POLL_S):
+                    pass
         except KeyboardInterrupt:
             with waiting("Stopping Triton"):
                 server.stop()
@@ -71,6 +91,12 @@ def _serve(server: LocalTriton, log: Path) -> None:
     "--grpc-port", type=click.IntRange(0, 65535), default=8001, show_default=True, help="0: a free one."
 )
 @click.option("--metrics-port", type=click.IntRange(0, 65535), default=8002, show_default=True)
+@click.option(
+    "--gateway-port",
+    type=click.IntRange(1, 65535),
+    help="Serve the OpenAI API here too. Default: not at all.",
+)
+@click.option("--unary", is_flag=True, help="Load the model ddtree_unary too: one request, one response.")
 def main(
     *,
     model: Path | None,
@@ -81,6 +107,8 @@ def main(
     http_port: int,
     grpc_port: int,
     metrics_port: int,
+    gateway_port: int | None,
+    unary: bool,
 ) -> None:
     """Keep a Triton server up with a target and its drafter."""
     try:
@@ -97,10 +125,9 @@ def main(
             dtype=dtype,
         )
         log = project.root / ".cache" / "serve.log"
-        server = local_server(
-            project, pair, host=host, ports=Ports(http_port, grpc_port, metrics_port), log_path=log
-        )
-        _serve(server, log)
+        ports = Ports(http_port, grpc_port, metrics_port)
+        server = local_server(project, pair, host=host, ports=ports, log_path=log, unary=unary)
+        _serve(server, log, host, gateway_port)
     except LocalTritonError as error:
         raise click.ClickException(str(error)) from None
 

@@ -90,11 +90,19 @@ def local_server(
     ports: Ports | None = None,
     log_path: Path | None = None,
     ready_timeout_s: float = 600.0,
+    unary: bool = False,
 ) -> LocalTriton:
-    """A server, not started yet, for the project's models and this pair; `ports` None picks free ones."""
+    """A server, not started yet, for the project's models and this pair; `ports` None picks free ones.
+
+    With `unary` it also has the model `ddtree_unary`.
+    """
+    load_models = pair.load_models
+    if unary and load_models is not None:
+        load_models = (*load_models, f"{ORCHESTRATOR}_unary")
     return LocalTriton(
         project.model_repository,
-        load_models=pair.load_models,
+        load_models=load_models,
+        extra_args=[f"--model-repository={project.unary_repository}"] if unary else [],
         env=pair.environment,
         host=host,
         http_port=ports.http if ports else None,

@@ -46,8 +46,8 @@ class TritonPythonModel:
     def execute(self, requests: Sequence[Any]) -> None:
         """Begin to answer and return, so that Triton hands over the next request."""
         for request in requests:
-            # Copied here, as the tensors' memory is Triton's. The configuration may have reshaped [rows, 1] to
-            # [rows]; as an input it must be the former again.
+            # Copied here, as the tensors' memory is Triton's. The configuration may have made [rows] of
+            # [rows, 1]; as an input it must be the latter again.
             tensors = read_inputs(request).items()
             inputs = {name: array.copy().reshape(len(array), -1) for name, array in tensors}
             wanted = tuple(request.requested_output_names()) or tuple(self._declared)

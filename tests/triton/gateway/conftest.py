@@ -30,7 +30,7 @@ def tiny_server(
     repository = make_repository(
         tmp_path_factory.mktemp("gateway") / "models", project_root / "model_repository", "in_process"
     )
-    shutil.copytree(project_root / "model_repository" / "ddtree_unary", repository / "ddtree_unary")
+    shutil.copytree(project_root / "model_repository_unary" / "ddtree_unary", repository / "ddtree_unary")
     triton = LocalTriton(
         repository,
         load_models=["ddtree", "ddtree_unary"],

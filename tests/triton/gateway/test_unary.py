@@ -129,13 +129,13 @@ def test_a_caller_who_leaves_stops_the_work(tiny_server: OracleServer) -> None:
 
 def test_the_twin_takes_every_input_and_gives_every_output(project_root: Path) -> None:
     def declared(model: str) -> tuple[set[tuple[str, str]], set[tuple[str, str]]]:
-        text = (project_root / "model_repository" / model / "config.pbtxt").read_text()
+        text = (project_root / model / "config.pbtxt").read_text()
         taken, given = text.split("output [")
         names = re.compile(r'\{ name: "(\w+)" data_type: (\w+)')
         return set(names.findall(taken)), set(names.findall(given))
 
-    inputs_of_both, outputs = declared("ddtree")
-    twin_inputs, twin_outputs = declared(MODEL)
+    inputs_of_both, outputs = declared("model_repository/ddtree")
+    twin_inputs, twin_outputs = declared("model_repository_unary/ddtree_unary")
     assert twin_inputs == inputs_of_both
     missing = {name for name, _ in outputs - twin_outputs}
     assert twin_outputs <= outputs
