@@ -16,6 +16,7 @@ from ddtree_client.cli_chat import chat
 from ddtree_client.cli_drafts import LEGENDS, DraftPainter, look_of_stdout
 from ddtree_client.cli_health import health
 from ddtree_client.cli_inspect import doctor, inspect
+from ddtree_client.cli_operate import drain, watchdog
 from ddtree_client.cli_options import (
     Command,
     connection_options,
@@ -28,6 +29,7 @@ from ddtree_client.cli_options import (
     stats_line,
 )
 from ddtree_client.cli_trace import trace
+from ddtree_client.cli_tune import tune
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -75,7 +77,10 @@ def generate(
 cli.add_command(chat)
 cli.add_command(trace)
 cli.add_command(bench)
+cli.add_command(tune)
 cli.add_command(health)
+cli.add_command(drain)
+cli.add_command(watchdog)
 cli.add_command(inspect)
 cli.add_command(doctor)
 
