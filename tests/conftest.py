@@ -19,6 +19,8 @@ ROOT = Path(__file__).resolve().parents[1]
 # Before anything imports torch, and inherited by the servers: on small models several OpenMP threads are four
 # to eight times slower than one when anything else runs, as another server of the same session does.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Read when Triton's language is first imported: kernels run in its interpreter, on the CPU.
+os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from ddtree.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ddtree.recurrent.kernels import TreeKernels
 
 _FLOAT32_BYTES = 4
 _MIB = 1 << 20
@@ -105,8 +109,11 @@ class Stash:
 class StatePool:
     """States with a free list, and the stash. Not thread-safe: one stage owns it."""
 
-    def __init__(self, shape: StateShape, size: PoolSize, device: torch.device) -> None:
-        """Allocate everything."""
+    def __init__(
+        self, shape: StateShape, size: PoolSize, device: torch.device, kernels: TreeKernels | None = None
+    ) -> None:
+        """Allocate everything; steps over the pool use `kernels` where there are any."""
+        self.kernels = kernels
         self.shape = shape
         self.size = size
         layers, heads = len(shape.layers), (shape.key_heads, shape.value_heads)

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from ddtree.recurrent.gated_delta import Rows, commit_path, read_chain, stage_tree
+from ddtree.recurrent.gated_delta import Rows, commit_path, path_decays, read_chain, stage_tree
 from ddtree.recurrent.state_pool import StatePool
 
 
@@ -108,10 +108,14 @@ class RecurrentStep:
         """Convolve along each row's path, `[n, channels]` float32; what a commit needs is noted."""
         place = self.pool.place(layer)
         tails = self.pool.tails[place, self.states]
-        sources = torch.cat((tails.flatten(0, 1), inputs))
-        output = torch.zeros(inputs.shape, dtype=torch.float32, device=inputs.device)
-        for position in range(self.windows.shape[1]):
-            output.addcmul_(sources[self.windows[:, position]].float(), weight[:, position].float())
+        if self.pool.kernels is not None:
+            all_tails = self.pool.tails[place]
+            output = self.pool.kernels.convolve(inputs, all_tails, weight, self.windows, self.states)
+        else:
+            sources = torch.cat((tails.flatten(0, 1), inputs))
+            output = torch.zeros(inputs.shape, dtype=torch.float32, device=inputs.device)
+            for position in range(self.windows.shape[1]):
+                output.addcmul_(sources[self.windows[:, position]].float(), weight[:, position].float())
         if self.keeps:
             self.pool.tails[place, self.states] = _next_tails(tails, inputs, self._chain_rows(), self.counts)
         else:
@@ -121,6 +125,8 @@ class RecurrentStep:
     def mix(self, layer: int, rows: LayerRows) -> torch.Tensor:
         """Run the recurrence along each row's path, `[n, Hv, dv]` float32."""
         place = self.pool.place(layer)
+        if self.pool.kernels is not None and self.sees is not None:
+            return self._mix_by_kernel(place, rows, self.sees)
         matrices = self.pool.matrices[place, self.states]
         padded = Rows(
             self._pad_rows(rows.queries),
@@ -140,6 +146,18 @@ class RecurrentStep:
         stash.decays[:count] = self._flat(staged.decays.unsqueeze(-1)).squeeze(-1)
         return self._flat(staged.outputs)
 
+    def _mix_by_kernel(self, place: int, rows: LayerRows, sees: torch.Tensor) -> torch.Tensor:
+        kernels, stash, count = self.pool.kernels, self.pool.stash.layer(place), len(rows.keys)
+        assert kernels is not None
+        log_decays = self._pad_rows(rows.log_decays.unsqueeze(-1)).squeeze(-1)
+        stash.keys[:count] = rows.keys
+        stash.decays[:count] = self._flat(path_decays(log_decays, sees).unsqueeze(-1)).squeeze(-1)
+        return kernels.stage(
+            rows.queries.contiguous(), stash.keys, rows.values.contiguous(), rows.betas.contiguous(),
+            stash.decays, sees, self.pool.matrices[place], self.states, self.starts, self.counts,
+            stash.updates,
+        )  # fmt: skip
+
     def commit(
         self,
         paths: torch.Tensor,  # [S, J] int64, nodes of each path, root first; what lies beyond it is not read
@@ -149,6 +167,9 @@ class RecurrentStep:
         assert not self.keeps, "what was read is committed already"
         is_path = torch.arange(paths.shape[1], device=paths.device) < lengths[:, None]
         rows = self.starts[:, None] + paths.masked_fill(~is_path, 0)
+        if self.pool.kernels is not None:
+            self._commit_by_kernel(rows, lengths)
+            return
         # One layer at a time: a copy of all layers' states at once would be as large as the states.
         for place in range(len(self.pool.shape.layers)):
             stash = self.pool.stash.layer(place)
@@ -161,6 +182,15 @@ class RecurrentStep:
             )
             tails = self.pool.tails[place, self.states]
             self.pool.tails[place, self.states] = _next_tails(tails, stash.inputs, rows, lengths)
+
+    def _commit_by_kernel(self, rows: torch.Tensor, lengths: torch.Tensor) -> None:
+        pool, kernels = self.pool, self.pool.kernels
+        assert kernels is not None
+        stash = pool.stash
+        kernels.commit(pool.matrices, stash.keys, stash.updates, stash.decays, self.states, rows, lengths)
+        for place in range(len(pool.shape.layers)):
+            tails = pool.tails[place, self.states]
+            pool.tails[place, self.states] = _next_tails(tails, stash.inputs[place], rows, lengths)
 
     def _chain_rows(self) -> torch.Tensor:
         """Rows `[S, N]` of chains; beyond their ends any."""

@@ -1,0 +1,85 @@
+"""Decides at load whether the kernels are used: only on a CUDA device, and only if they are right there.
+
+Kernels are compiled on the machine they run on, so what can go wrong shows at load: no compiler, a card or a
+driver they do not fit. Then the PyTorch form is used, which is slower and exact. This module knows neither
+models nor sessions.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from ddtree.recurrent.gated_delta import unit
+from ddtree.recurrent.state_pool import PoolSize, StatePool, StateShape
+from ddtree.recurrent.step import LayerRows, RecurrentStep, Span
+
+if TYPE_CHECKING:
+    from ddtree.recurrent.kernels import TreeKernels
+
+_LOG = logging.getLogger(__name__)
+_ROWS = 20  # more than one block
+_ROUNDING = 1e-4
+
+
+def kernels_for(device: torch.device) -> TreeKernels | None:
+    """The kernels for a device, tried on it; None where PyTorch does the work."""
+    return tried(device, _make) if device.type == "cuda" else None
+
+
+def tried(device: torch.device, make: Callable[[], TreeKernels]) -> TreeKernels | None:
+    """Kernels that gave the same numbers as PyTorch; None, and a warning, if they did not."""
+    try:
+        kernels = make()
+        off = _difference(device, kernels)
+    except Exception as error:  # noqa: BLE001 - whatever a compiler says, there is another way
+        reason = " ".join(str(error).split())[:400]
+        _LOG.warning("recurrent layers run without kernels, more slowly: %s", reason)
+        return None
+    if not off <= _ROUNDING:  # a NaN is no small difference
+        _LOG.warning("recurrent layers run without kernels, more slowly: they are off by %.3g here", off)
+        return None
+    return kernels
+
+
+def _make() -> TreeKernels:
+    from ddtree.recurrent.kernels import TreeKernels
+
+    return TreeKernels()
+
+
+def _difference(device: torch.device, kernels: TreeKernels) -> float:
+    """Run one tree and one commit both ways; gives the largest difference of outputs and states."""
+    results = []
+    for chosen in (None, kernels):
+        shape = StateShape((0,), key_heads=1, value_heads=2, key_dim=32, value_dim=32, kernel=4)
+        pool = StatePool(shape, PoolSize(2, _ROWS), device, chosen)
+        generator = torch.Generator().manual_seed(0)
+
+        def normal(*sizes: int, source: torch.Generator = generator) -> torch.Tensor:
+            return torch.randn(sizes, generator=source).to(device)
+
+        pool.matrices.copy_(normal(*pool.matrices.shape))
+        pool.tails.copy_(normal(*pool.tails.shape))
+        # Two branches side by side: odd rows see odd ones and the root, even rows see even ones.
+        depths = (torch.arange(_ROWS, device=device) + 1) // 2
+        sides = torch.arange(_ROWS, device=device) % 2
+        sees = (sides[:, None] == sides[None]).tril()
+        sees[:, 0] = True
+        step = RecurrentStep.build(pool, [Span(0, _ROWS, 1, depths, sees)], keeps=False)
+        found = []
+        for layer in shape.layers:
+            inputs, weight = normal(_ROWS, shape.channels), normal(shape.channels, 4)
+            found.append(step.convolve(layer, inputs.to(shape.dtype), weight))
+            rows = LayerRows(
+                unit(normal(_ROWS, 1, 32)), unit(normal(_ROWS, 1, 32)), normal(_ROWS, 2, 32),
+                -normal(_ROWS, 2).abs(), normal(_ROWS, 2).sigmoid(),
+            )  # fmt: skip
+            found.append(step.mix(layer, rows))
+        path = torch.tensor([[0, *range(1, _ROWS, 2)]], device=device)
+        step.commit(path, path.new_tensor([path.shape[1]]))
+        results.append(torch.cat([part.flatten() for part in (*found, pool.matrices, pool.tails.float())]))
+    return float((results[0] - results[1]).abs().max())
