@@ -80,19 +80,33 @@ def unwatched(stream: Stream, _: str) -> Iterable[Chunk]:
     return stream
 
 
+def variant_options(variant: Variant, options: GenerateOptions) -> GenerateOptions:
+    """``options`` with the variant's way of drafting."""
+    made: GenerateOptions = {**options, "draft_mode": variant.draft_mode}
+    if variant.tree_budget is not None:
+        made["tree_budget"] = variant.tree_budget
+    return made
+
+
 def run_variant(
-    client: Client, variant: Variant, plan: Plan, *, on_done: Callable[[], object], watch: Watch = unwatched
+    client: Client,
+    variant: Variant,
+    plan: Plan,
+    *,
+    on_done: Callable[[], object],
+    watch: Watch = unwatched,
+    is_warm: bool = False,
 ) -> Report:
     """Sends the plan's requests with the variant's draft mode and calls ``on_done`` after each.
 
     ``watch`` sees the streams of all but the first one, with their draft mode.
 
-    A first request warms the server up and is not counted; its error is raised. Later errors are counted.
+    Unless the server ``is_warm``, a first request warms it up and is not counted; its error is raised. Later
+    errors are counted.
     """
-    options: GenerateOptions = {**plan.options, "draft_mode": variant.draft_mode}
-    if variant.tree_budget is not None:
-        options["tree_budget"] = variant.tree_budget
-    measure(client, plan.prompts[0], options)
+    options = variant_options(variant, plan.options)
+    if not is_warm:
+        measure(client, plan.prompts[0], options)
 
     def one(index: int) -> Sample | str:
         try:

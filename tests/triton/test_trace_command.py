@@ -80,3 +80,23 @@ def test_drafts_are_marked_and_the_text_is_the_same(oracle_server: OracleServer)
 def test_a_trace_must_go_somewhere(oracle_server: OracleServer) -> None:
     done = ddtree(oracle_server, "trace", "hi", exit_code=2)
     assert "--html FILE, --json FILE or both" in done.stderr
+
+
+def test_tuning_on_a_real_server(oracle_server: OracleServer, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('"one"\n{"prompt": "two"}\n{"turns": ["three"]}\n', encoding="utf-8")
+    done = ddtree(
+        oracle_server, "tune", "--minutes", "0.05", "--prompts", str(prompts), "--raw", "--max-tokens", "8",
+        "--draft-mode", "off", "--draft-mode", "tree", "--tree-budget", "4", "--tree-budget", "99999",
+        "--concurrency", "1", "--concurrency", "2", "--requests", "2", "--out", str(tmp_path / "found"),
+    )  # fmt: skip
+    found = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))
+    labels = [each["setting"] for each in found["settings"]]
+    assert labels == ["off × 1", "tree 4 × 1", "off × 2", "tree 4 × 2"]
+    assert all(each["tokens_per_second"] > 0 and not each["errors"] for each in found["settings"])
+    assert len(found["settings"][0]["tokens_per_second_by_pass"]) == found["passes"] >= 1
+    assert "tree_budget must be in" in found["refused"]["tree 99999"]
+    assert any(each["is_pareto"] for each in found["settings"])
+    assert {each["setting"] for each in found["recommendations"]} <= set(labels)
+    assert "For both:" in done.stdout
+    assert (tmp_path / "found.png").read_bytes().startswith(b"\x89PNG")
