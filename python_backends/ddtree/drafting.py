@@ -125,8 +125,7 @@ class DraftingLoop:
         """
         for live in batch:
             if live.draft.is_lost:
-                live.draft.forget()
-                live.draft.behind_until = live.committed
+                live.draft.begin_behind(live.committed)
                 self._observe(SessionLost(live, DRAFTER))
         if opening := [live for live in batch if live.draft.is_behind and not live.draft.length]:
             await self._open(opening)

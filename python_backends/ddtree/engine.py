@@ -185,7 +185,8 @@ class Engine:
             if not self._is_held(live, int(result.status[index])):
                 continue
             if reused[index]:
-                live.committed = live.draft.behind_until = reused[index]
+                live.committed += reused[index]
+                live.draft.begin_behind(live.committed)
                 self._observe(events.PrefixHit(reused[index]))
             live.draft.owe(live.sequence.all_ids[live.committed : live.committed + count], features[index])
             live.committed += count

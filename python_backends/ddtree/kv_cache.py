@@ -51,6 +51,11 @@ class Pages:
     slots: torch.Tensor  # [capacity] int64, pool slot of each of the session's slots
     first_slot: int | None  # pool slot of slot 0 when the pages lie side by side
 
+    @classmethod
+    def none(cls) -> Pages:
+        """No pages."""
+        return cls((), torch.zeros(0, dtype=torch.int64), None)
+
     @property
     def capacity(self) -> int:
         """Slots the session may use."""
@@ -97,8 +102,17 @@ class KvPool:
     def reserve_after(self, shared: Sequence[int], slots: int) -> Pages | None:
         """The same, where the first pages are `shared`: full ones that others may hold too."""
         indices = self.table.take(-(-slots // self.page_size), shared)
-        if indices is None:
-            return None
+        return None if indices is None else self._pages(indices)
+
+    def replace(self, pages: Pages, first: int, shared: Sequence[int]) -> Pages:
+        """Put full pages that others may hold too in the places from `first` on; give back those there."""
+        held = self.table.take(len(shared), shared)
+        assert held is not None, "holding a page that is there needs no other"
+        stop = first + len(shared)
+        self.table.give_back(pages.indices[first:stop])
+        return self._pages((*pages.indices[:first], *shared, *pages.indices[stop:]))
+
+    def _pages(self, indices: tuple[int, ...]) -> Pages:
         starts = torch.tensor(indices, dtype=torch.int64, device=self.features.device) * self.page_size
         offsets = torch.arange(self.page_size, device=starts.device)
         all_slots = (starts[:, None] + offsets).reshape(-1)

@@ -62,6 +62,11 @@ class DraftContext:
         """Whether what is owed begins after tokens that the drafter was never given."""
         return self.is_wanted and not self.is_lost and self.behind_until > self.length
 
+    def begin_behind(self, length: int) -> None:
+        """Begin a new life: the verifier has so many tokens, and their features did not come from it."""
+        self.forget()
+        self.behind_until = length
+
     def delivered(self) -> None:
         """Note that the drafter took all that was owed."""
         self.length += len(self.pending_ids)

@@ -21,10 +21,11 @@ _KEY_BYTES = 16
 
 @dataclass(frozen=True)
 class Prefix:
-    """What a session may begin with when it opens."""
+    """What a session begins with."""
 
-    ids: Sequence[int]  # committed ids, as many as may be taken from the cache
+    ids: Sequence[int] = ()  # all that are known when it opens
     salt: str = ""  # pages are shared only under the same salt
+    computed: int = 0  # so many of the last ids are never taken from the cache
 
 
 class KeyChain:
@@ -37,17 +38,19 @@ class KeyChain:
         self._num_pages = 0
         self._rest: list[int] = []  # ids of the page that is not full yet
 
-    def peek(self, ids: Sequence[int]) -> bytes:
-        """The key of the next page, were it full of these ids."""
-        place = self._num_pages.to_bytes(8, "little")
-        return _hash(self._secret, self._last, place, array("i", ids).tobytes())
+    def fork(self) -> KeyChain:
+        """A chain that goes on after this one's last full page."""
+        chain = KeyChain(self._secret, self._last, self._page_size)
+        chain._num_pages = self._num_pages
+        return chain
 
     def push(self, ids: Sequence[int]) -> list[bytes]:
         """Take newly committed ids; gives the keys of the pages that became full with them."""
         self._rest += ids
         keys = []
         while len(self._rest) >= self._page_size:
-            self._last = self.peek(self._rest[: self._page_size])
+            place, ids = self._num_pages.to_bytes(8, "little"), array("i", self._rest[: self._page_size])
+            self._last = _hash(self._secret, self._last, place, ids.tobytes())
             self._num_pages += 1
             del self._rest[: self._page_size]
             keys.append(self._last)

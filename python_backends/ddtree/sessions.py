@@ -23,8 +23,9 @@ class Session:
 
     session_id: int
     epoch: int
-    pages: Pages
+    pages: Pages = field(default_factory=Pages.none)
     length: int = 0  # committed length
+    prefix: Prefix = field(default_factory=Prefix, repr=False)
     sampler: SamplerState | None = None  # in the verifier, when more than the largest logit decides
     keys: KeyChain | None = None  # of its pages; None: they are shared with nobody
     last_used: float = field(default=0.0, repr=False)
@@ -63,39 +64,63 @@ class SessionTable:
         """
         assert not self.is_stale(session_id, epoch), f"session {session_id} already lives a later epoch"
         self._drop(session_id)
-        keys, shared = self._look_up(prefix)
+        session = Session(session_id, epoch, prefix=prefix or Prefix(), last_used=self._clock())
+        if self._keys is not None and prefix is not None:
+            session.keys = self._keys.begin(prefix.salt)
+        shared = self._look_up(session)
         pages = self._pool.reserve_after(shared, slots) if shared else self._pool.reserve(slots)
         if pages is None:
             return None
-        length = len(shared) * self._pool.page_size
-        session = Session(session_id, epoch, pages, length, keys=keys, last_used=self._clock())
+        session.pages = pages
+        self._skip(session, len(shared))
         self._sessions[session_id] = session
         return session
 
-    def _look_up(self, prefix: Prefix | None) -> tuple[KeyChain | None, list[int]]:
-        """The key chain of a new session, where its cached pages end, and these pages."""
-        if self._keys is None or prefix is None:
-            return None, []
-        chain, size = self._keys.begin(prefix.salt), self._pool.page_size
+    def catch_up(self, session: Session) -> int:
+        """Take over what others committed of the session's prefix since it opened; gives how many ids.
+
+        Sessions that open together and begin alike all find nothing: one is ahead, and the others follow it.
+        """
+        length = session.length
+        if shared := self._look_up(session):
+            session.pages = self._pool.replace(session.pages, length // self._pool.page_size, shared)
+            self._skip(session, len(shared))
+        return session.length - length
+
+    def _look_up(self, session: Session) -> list[int]:
+        """The cached pages that follow the full pages of a session and hold what its prefix goes on with."""
         shared: list[int] = []
-        for start in range(0, len(prefix.ids) - size + 1, size):
-            ids = prefix.ids[start : start + size]
-            page = self._pool.table.find(chain.peek(ids))
+        if session.keys is None:
+            return shared
+        chain, prefix, size = session.keys.fork(), session.prefix, self._pool.page_size
+        first = session.length // size * size
+        for start in range(first, len(prefix.ids) - prefix.computed - size + 1, size):
+            (key,) = chain.push(prefix.ids[start : start + size])
+            page = self._pool.table.find(key)
             if page is None:
                 break
             shared.append(page)
-            chain.push(ids)
-        return chain, shared
+        return shared
+
+    def _skip(self, session: Session, pages: int) -> None:
+        """Go on after so many pages that others filled; they are published already."""
+        if pages:
+            stop = (session.length // self._pool.page_size + pages) * self._pool.page_size
+            self._grow(session, session.prefix.ids[session.length : stop])
 
     def commit(self, session: Session, ids: Sequence[int]) -> None:
         """Note that these ids are committed now, and all that is kept of them is in the pool."""
         full = session.length // self._pool.page_size
+        for place, key in enumerate(self._grow(session, ids), start=full):
+            self._pool.table.publish(session.pages.indices[place], key)
+
+    @staticmethod
+    def _grow(session: Session, ids: Sequence[int]) -> list[bytes]:
+        """Let everything that follows the committed ids take these too; gives the keys of pages now full."""
         session.length += len(ids)
         if session.sampler is not None:
             session.sampler.push(ids)
-        if session.keys is not None:
-            for place, key in enumerate(session.keys.push(ids), start=full):
-                self._pool.table.publish(session.pages.indices[place], key)
+        return [] if session.keys is None else session.keys.push(ids)
 
     def is_stale(self, session_id: int, epoch: int) -> bool:
         """Whether the table holds a later life of this session than `epoch`."""

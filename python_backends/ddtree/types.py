@@ -65,8 +65,8 @@ class Beginnings:
 class PrefillRequest:
     """One chunk of committed ids per sequence, to be added to the verifier's cache.
 
-    A sequence that opens may bring all ids it is to commit as its beginning. Where some of them are cached
-    its chunk starts after those: as many ids as it asked for, or as are left.
+    A sequence that opens may bring all ids it is to commit as its beginning. Where some of them are cached,
+    then or at a later chunk, the chunk starts after those: as many ids as it asked for, or as are left.
     """
 
     sessions: SessionBatch
@@ -86,7 +86,8 @@ class PrefillResult:
     next_tokens: torch.Tensor  # [S] int32, the target's token after the chunk's last one
     log_probs: torch.Tensor  # [S, E, width] float32 of those tokens, see `log_probs`; E is 0 or 1
     features: torch.Tensor  # [sum of what was read, H] projected context features of the chunks
-    reused: torch.Tensor = field(default_factory=_nothing)  # [S] int32 cached ids, or no elements: none
+    # [S] int32, cached ids by which the session grew before its chunk; or no elements: none did.
+    reused: torch.Tensor = field(default_factory=_nothing)
 
 
 @dataclass(frozen=True)
@@ -150,7 +151,7 @@ class TreeRequest:
     is_chain: torch.Tensor  # [S] bool
     round_cost_ms: (
         torch.Tensor
-    )  # [R] float32: a round's milliseconds when r + 1 rows are verified; may be empty
+    )  # [R] float32: a round's milliseconds when r + 1 rows are verified, R at most; any number if empty
     edge_log_probs: torch.Tensor = field(default_factory=_no_edges)  # [S, D, K, K] float32, or no elements
 
 

@@ -44,7 +44,7 @@ from ddtree.types import (
 
 _LOG = logging.getLogger(__name__)
 # Verified rows whose cost is measured at load, and the committed prefix they are measured behind.
-COST_ROWS = (1, 2, 4, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
+COST_ROWS = (1, 2, 4, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 COST_PREFIX = 256
 
 
@@ -146,11 +146,10 @@ class TargetVerifier:
         """Add a chunk of committed ids to each session; a chunk at length 0 opens its session."""
         self.sessions.expire()
         found = self._open_or_find(request)
-        chunks = verify_batch.chunks(request, found.reused)
+        chunks = verify_batch.chunks(request, found)
         counts = [len(chunk) for chunk in chunks]
-        features = torch.zeros(
-            (sum(counts), self._feature_size), dtype=self.target.dtype, device=self._device
-        )
+        shape = (sum(counts), self._feature_size)
+        features = torch.zeros(shape, dtype=self.target.dtype, device=self._device)
         live = found.live
         if not live:
             return verify_batch.nothing_prefilled(found, features)
@@ -228,22 +227,28 @@ class TargetVerifier:
         reused = [0] * len(reserve)
         for index, row in enumerate(verify_batch.session_rows(request.sessions)):
             # The last id is never taken from the cache: what the target says after it is wanted.
-            prefix = Prefix(beginnings[index][:-1], salts[index]) if salts else None
+            prefix = Prefix(beginnings[index], salts[index], computed=1) if salts else None
             session, status = self.sessions.open_or_find(*row, reserve[index], prefix)
-            if session is not None and row[2] == 0:
-                reused[index] = session.length
+            if session is not None and row[2]:
+                reused[index] = self.sessions.catch_up(session)
+            elif session is not None:
                 try:
-                    session.sampler = self._samplers.open(request.sampling[index] if request.sampling else "")
-                    if session.sampler is not None and session.length:
-                        session.sampler.push(beginnings[index][: session.length])
+                    self._open_sampler(session, request.sampling[index] if request.sampling else "")
+                    reused[index] = session.length
                 except InvalidArgument:
                     # The orchestrator refuses such grammars, so its library reads them otherwise than ours.
                     _LOG.exception("a grammar cannot be used")
                     self.sessions.release([session.session_id])
-                    session, status, reused[index] = None, Status.GRAMMAR_FAILED, 0
+                    session, status = None, Status.GRAMMAR_FAILED
             found.append(session)
             statuses.append(status)
         return verify_batch.Found(tuple(found), tuple(statuses), tuple(reused))
+
+    def _open_sampler(self, session: Session, settings: str) -> None:
+        """Begin to choose tokens after what the session has from the cache."""
+        session.sampler = self._samplers.open(settings)
+        if session.sampler is not None:
+            session.sampler.push(session.prefix.ids[: session.length])
 
     def _find(self, sessions: SessionBatch) -> list[Session | None]:
         return [self.sessions.find(*row) for row in verify_batch.session_rows(sessions)]

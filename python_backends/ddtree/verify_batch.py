@@ -19,7 +19,7 @@ class Found:
 
     sessions: tuple[Session | None, ...]
     statuses: tuple[Status, ...]
-    reused: tuple[int, ...]  # cached ids that a session which opened begins with
+    reused: tuple[int, ...]  # cached ids by which a session grew before its chunk
 
     @property
     def live(self) -> dict[int, Session]:
@@ -32,14 +32,14 @@ class Found:
         return torch.tensor(self.statuses, dtype=torch.int32)
 
 
-def chunks(request: PrefillRequest, reused: Sequence[int]) -> list[list[int]]:
-    """The ids that each sequence reads now: after what is cached of its beginning, where something is."""
+def chunks(request: PrefillRequest, found: Found) -> list[list[int]]:
+    """The ids that each sequence reads now: after what was cached of its prefix, where something was."""
     ids, counts = request.token_ids.tolist(), request.counts.tolist()
-    beginnings = request.beginnings.split()
     pieces = []
     for place, (start, count) in enumerate(zip(starts_of(counts), counts, strict=True)):
-        if reused[place]:
-            pieces.append(list(beginnings[place][reused[place] : reused[place] + count]))
+        session = found.sessions[place]
+        if session is not None and found.reused[place]:
+            pieces.append(list(session.prefix.ids[session.length : session.length + count]))
         else:
             pieces.append(ids[start : start + count])
     return pieces

@@ -26,12 +26,16 @@ from tests.fakes.tiny_models import BLOCK_SIZE, HIDDEN, TAPS
 CPU = torch.device("cpu")
 
 
-def make_verifier(folder: Path, *, kv_cache_bytes: int = 1 << 22, max_nodes: int = 256) -> TargetVerifier:
+def make_verifier(
+    folder: Path, *, kv_cache_bytes: int = 1 << 22, max_nodes: int = 256, prefix_cache: bool = True
+) -> TargetVerifier:
     """A verifier over the small target with a random projection."""
     torch.manual_seed(5)
     target = TargetModel.load(folder, dtype="float32", device=CPU, taps=TAPS)
     projection = nn.Linear(len(TAPS) * HIDDEN, HIDDEN, bias=False).requires_grad_(False)
-    limits = VerifierLimits(kv_cache_bytes, page_size=16, max_nodes=max_nodes, session_ttl_s=600)
+    limits = VerifierLimits(
+        kv_cache_bytes, page_size=16, max_nodes=max_nodes, session_ttl_s=600, prefix_cache=prefix_cache
+    )
     grammars = TextCodec.from_folder(folder).grammars(target.vocab_size)
     verifier = TargetVerifier(
         target, projection, limits, draft_hash="tiny", feature_size=HIDDEN, grammars=grammars

@@ -34,6 +34,8 @@ class EnginePages(Pages):
 class EnginePool(KvPool):
     """Pages over an engine's blocks. Not thread-safe: one stage owns it."""
 
+    can_share = False  # a block belongs to one request of the engine
+
     can_share = False  # blocks belong to one request of the engine
 
     def __init__(
