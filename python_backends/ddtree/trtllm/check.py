@@ -21,7 +21,7 @@ from ddtree.trtllm.library import EngineUnfit
 from ddtree.trtllm.pool import EnginePages, EnginePool
 from ddtree.trtllm.target import EngineTarget
 
-PROMPT, NODES = 45, 40
+PROMPT, NODES, AFTER = 45, 40, 8
 # How far a node may be off, as a share of how far nodes are apart. Rounding of 16-bit kernels is a few per
 # cent; another depth, bit or row is a large share, and the same for many nodes.
 _MOST_MEDIAN, _MOST_WORST = 0.05, 0.5
@@ -34,18 +34,19 @@ class TreeCheck:
     logits_median: float
     logits_worst: float
     taps_median: float
-    relocated: float  # of the row after an accepted path
+    relocated_median: float  # of the rows after an accepted path
 
     @property
     def is_right(self) -> bool:
         """Whether the differences are rounding."""
-        medians = (self.logits_median, self.taps_median)
-        return max(medians) <= _MOST_MEDIAN and max(self.logits_worst, self.relocated) <= _MOST_WORST
+        medians = (self.logits_median, self.taps_median, self.relocated_median)
+        # One by one: what is no number is not below anything, while a maximum may pass over it.
+        return all(median <= _MOST_MEDIAN for median in medians) and self.logits_worst <= _MOST_WORST
 
     def __str__(self) -> str:
         return (
             f"logits off by {self.logits_median:.2%} (median) and {self.logits_worst:.2%} (worst node), "
-            f"context features by {self.taps_median:.2%}, after a relocated path by {self.relocated:.2%}"
+            f"context features by {self.taps_median:.2%}, after a relocated path {self.relocated_median:.2%}"
         )
 
 
@@ -60,14 +61,17 @@ def check_trees(target: EngineTarget, pool: EnginePool, *, nodes: int = NODES, s
         seed: of tokens and tree.
     """
     source = random.Random(seed)
-    ids = [source.randrange(target.vocab_size) for _ in range(PROMPT + nodes + 2)]
-    prompt, tree_ids, last = ids[:PROMPT], ids[PROMPT:-1], ids[-1]
+    ids = [source.randrange(target.vocab_size) for _ in range(PROMPT + nodes + 1 + AFTER)]
+    prompt, tree_ids, following = ids[:PROMPT], ids[PROMPT:-AFTER], ids[-AFTER:]
     # Branches among the newest nodes: deep, bushy, and with first children that are not taken.
     parents = [source.randrange(max(0, node - 6), node) for node in range(1, nodes + 1)]
-    run = _Runner(target, pool)
+    run = _Runner(target, pool, len(ids))
     try:
         run.open("tree").context("tree", prompt)
         tree = run.tree("tree", tree_ids, parents)
+        taken = _path(parents, nodes)
+        run.commit("tree", taken)  # before any other step: it is about the last one
+        after = run.context("tree", following).logits
         plain_logits, plain_taps = [], []
         for node in range(nodes + 1):
             path = [*prompt, *(tree_ids[step] for step in _path(parents, node))]
@@ -75,18 +79,14 @@ def check_trees(target: EngineTarget, pool: EnginePool, *, nodes: int = NODES, s
             run.close("plain")
             plain_logits.append(step.logits[-1])
             plain_taps.append(torch.cat([tap[-1] for tap in step.taps]))
-        taken = _path(parents, nodes)
-        run.commit("tree", taken)
-        after = run.context("tree", [last]).logits[-1]
-        whole = [*prompt, *(tree_ids[step] for step in taken), last]
-        expected = run.open("plain").context("plain", whole).logits[-1]
+        whole = [*prompt, *(tree_ids[step] for step in taken), *following]
+        expected = run.open("plain").context("plain", whole).logits[-AFTER:]
     finally:
         run.close_all()
     logits = _shares(tree.logits, torch.stack(plain_logits))
     taps = _shares(torch.cat(tree.taps, -1), torch.stack(plain_taps))
-    spread = _spread(torch.stack(plain_logits))
-    relocated = float((after.float() - expected.float()).norm() / spread)
-    return TreeCheck(float(logits.median()), float(logits.max()), float(taps.median()), relocated)
+    moved = _shares(after, expected)
+    return TreeCheck(float(logits.median()), float(logits.max()), float(taps.median()), float(moved.median()))
 
 
 def refuse_wrong_trees(target: EngineTarget, pool: EnginePool) -> None:
@@ -109,7 +109,8 @@ def refuse_wrong_trees(target: EngineTarget, pool: EnginePool) -> None:
 class _Runner:
     """Steps over a few named requests."""
 
-    def __init__(self, target: EngineTarget, pool: EnginePool) -> None:
+    def __init__(self, target: EngineTarget, pool: EnginePool, room: int) -> None:
+        self._room = room
         self._target = target
         self._pool = pool
         self._open: dict[str, EnginePages] = {}
@@ -117,7 +118,7 @@ class _Runner:
 
     def open(self, name: str) -> _Runner:
         """Reserve room for prompt and tree."""
-        pages = self._pool.reserve(PROMPT + NODES + 2)
+        pages = self._pool.reserve(self._room)
         if pages is None:
             raise EngineUnfit("engine trtllm: kv_cache_mib has no room to try a tree; raise it")
         self._open[name] = pages

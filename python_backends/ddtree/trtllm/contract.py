@@ -58,9 +58,9 @@ class Symbol:
     source: Mapping[str, Any]
 
     def signature(self) -> inspect.Signature:
-        """The recorded signature without `self`; of an unknown one: exactly what we pass, by keyword."""
+        """The recorded signature without `self`; of an unknown one: what we may pass, by keyword."""
         if self.parameters is None:
-            listed = [Parameter(name, "keyword_only") for name in self.used]
+            listed = [Parameter(name, "keyword_only", Unwritten("unknown")) for name in self.used]
         else:
             listed = list(self.parameters)
         return inspect.Signature(
@@ -103,6 +103,11 @@ class Comparison:
     def breaking(self) -> tuple[Difference, ...]:
         """The differences that matter."""
         return tuple(difference for difference in self.differences if difference.breaks)
+
+    @property
+    def broken_symbols(self) -> int:
+        """How many symbols these differences are about."""
+        return len({difference.symbol for difference in self.breaking})
 
 
 def load_contracts() -> tuple[Contract, ...]:

@@ -63,7 +63,7 @@ def installed_version(importer: Importer = importlib.import_module) -> str:
 def compare_all(group: str, importer: Importer = importlib.import_module) -> tuple[Comparison, ...]:
     """Hold every contract against what is installed, the best fitting one first."""
     comparisons = [compare(contract, group, importer) for contract in load_contracts()]
-    return tuple(sorted(comparisons, key=lambda comparison: len(comparison.breaking)))
+    return tuple(sorted(comparisons, key=lambda comparison: comparison.broken_symbols))
 
 
 def open_library(group: str, importer: Importer = importlib.import_module) -> Library:

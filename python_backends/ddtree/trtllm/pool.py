@@ -36,8 +36,6 @@ class EnginePool(KvPool):
 
     can_share = False  # a block belongs to one request of the engine
 
-    can_share = False  # blocks belong to one request of the engine
-
     def __init__(
         self, engine: TreeEngine, *, feature_size: int, pages: int, page_size: int, padding: int
     ) -> None:

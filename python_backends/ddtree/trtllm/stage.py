@@ -50,14 +50,14 @@ def load_engine_verifier(
     try:
         return load_tree_verifier(config, draft, build, importer)
     except EngineUnfit as error:
-        reason = str(error)
+        reason = str(error.args[0])
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     try:
         verifier = load_native_chain(config, draft, reason, importer)
     except EngineUnfit as error:
-        raise EngineUnfit(f"{reason}; nor can it decode by itself: {error}") from None
+        raise EngineUnfit(f"{reason}; nor can it decode by itself: {error.args[0]}") from None
     _LOG.warning("falling back to TensorRT-LLM's own DFlash chains: %s", reason)
     return verifier
 
