@@ -20,10 +20,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from ddtree.page_table import PageTable
+
+if TYPE_CHECKING:
+    from ddtree.recurrent.state_pool import StatePool
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,7 @@ class KvPool:
     """Pages of KV slots. Not thread-safe: one stage owns it."""
 
     can_share = True  # whether a page may belong to several sessions
+    states: StatePool | None = None  # of recurrent layers, where the target has any: see `hybrid_cache`
 
     def __init__(self, shape: CacheShape, *, budget_bytes: int, page_size: int, device: torch.device) -> None:
         """Allocate as many whole pages as fit into `budget_bytes` (at least one)."""
@@ -146,6 +151,18 @@ class KvPool:
         """Copy whole slots, all layers at once; all are read before any is written, so they may overlap."""
         rows = self.keys_values.index_select(2, source)
         self.keys_values.index_copy_(2, destination, rows)
+
+    def state_of(self, pages: Pages) -> int | None:
+        """The recurrent state that belongs to a session's pages; attention alone needs none."""
+        del pages
+        return None
+
+    def usable(self, shared: Sequence[int]) -> Sequence[int]:
+        """The part of full pages, found one after another, after which a session can go on."""
+        return shared
+
+    def keep(self, key: bytes, pages: Pages) -> None:
+        """Note what a session is like at the end of the page with this key, if its pages do not say it."""
 
     def check_integrity(self, owners: Iterable[Pages]) -> None:
         """Assert that every page is accounted for by its owners, see `PageTable.check_integrity`."""

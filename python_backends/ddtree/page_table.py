@@ -59,6 +59,10 @@ class PageTable:
         """The page with this key, held or cached."""
         return self._by_key.get(key)
 
+    def key(self, page: int) -> bytes | None:
+        """What a page that can be found is found by."""
+        return self._pages[page].key
+
     def take(self, wanted: int, shared: Sequence[int] = ()) -> tuple[int, ...] | None:
         """Hold `wanted` pages: those of `shared`, in their order, and then pages that nobody holds.
 

@@ -17,7 +17,6 @@ from ddtree import assembly
 from ddtree.attention.plan import Segment, StepPlan
 from ddtree.config import ServingConfig
 from ddtree.draft import Drafter
-from ddtree.kv_cache import KvPool
 from ddtree.models import target_config
 from ddtree.models.dflash import FeatureProjection
 from ddtree.models.draft_checkpoint import DraftCheckpoint
@@ -125,14 +124,11 @@ class Rehearsal:
     @staticmethod
     def _read(target: TargetModel, text: Decoded) -> tuple[torch.Tensor, ...]:
         ids = torch.tensor([*text.prompt_ids, *text.token_ids], device=target.device)
-        shape = target.cache_shape(0)
-        pool = KvPool(
-            shape, budget_bytes=len(ids) * shape.bytes_per_slot, page_size=len(ids), device=target.device
-        )
+        pool = target.make_scratch_pool(len(ids))
         pages = pool.reserve(len(ids))
         assert pages is not None, "the pool was made for this text"
         depths = torch.arange(len(ids), device=target.device)
-        plan = StepPlan.build(pool, (Segment(0, len(ids), pages, 0, depths, None),))
+        plan = StepPlan.build(pool, (Segment(0, len(ids), pages, 0, depths, None),), keeps=True)
         return target.forward(ids, plan, depths[-1:]).taps
 
     def acceptance_length(self, draft: DraftCheckpoint) -> float:

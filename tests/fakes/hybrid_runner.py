@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from ddtree.attention.plan import Segment, StepPlan
-from ddtree.kv_cache import KvPool, Pages
+from ddtree.hybrid_cache import HybridPages, HybridPool
 from ddtree.models.target import TargetModel, TargetStep
 from ddtree.recurrent.state_pool import PoolSize, StatePool
 from tests.fakes.random_trees import depths_of, path_to, sees_of
@@ -22,9 +22,12 @@ CPU = torch.device("cpu")
 class RunningSequence:
     """What is committed of a sequence, and where it is kept."""
 
-    pages: Pages
-    state: int
+    pages: HybridPages
     ids: list[int] = field(default_factory=list)
+
+    @property
+    def state(self) -> int:
+        return self.pages.state_index
 
 
 @dataclass(frozen=True)
@@ -47,8 +50,9 @@ class HybridRunner:
         self.target = target
         self.states = StatePool(shape, PoolSize(sequences, rows), CPU)
         bytes_per_slot = target.cache_shape(0).bytes_per_slot
-        self.pool = KvPool(
+        self.pool = HybridPool(
             target.cache_shape(0),
+            self.states,
             budget_bytes=sequences * (slots + 16) * bytes_per_slot,
             page_size=16,
             device=CPU,
@@ -56,10 +60,9 @@ class HybridRunner:
         self._slots = slots
 
     def open(self) -> RunningSequence:
-        pages, state = self.pool.reserve(self._slots), self.states.reserve()
-        assert pages is not None
-        assert state is not None
-        return RunningSequence(pages, state)
+        pages = self.pool.reserve(self._slots)
+        assert isinstance(pages, HybridPages)
+        return RunningSequence(pages)
 
     def prefill(self, sequences: Sequence[RunningSequence], chunks: Sequence[Sequence[int]]) -> TargetStep:
         """Commit a chunk of each."""
@@ -67,10 +70,10 @@ class HybridRunner:
         for sequence, chunk in zip(sequences, chunks, strict=True):
             depths = torch.arange(len(chunk))
             prefix = len(sequence.ids)
-            segments.append(Segment(start, len(chunk), sequence.pages, prefix, depths, None, sequence.state))
+            segments.append(Segment(start, len(chunk), sequence.pages, prefix, depths, None))
             start += len(chunk)
             sequence.ids += chunk
-        plan = StepPlan.build(self.pool, tuple(segments), self.states, keeps=True)
+        plan = StepPlan.build(self.pool, tuple(segments), keeps=True)
         return self._forward([token for chunk in chunks for token in chunk], plan)
 
     def stage(self, sequences: Sequence[RunningSequence], trees: Sequence[Tree]) -> Staged:
@@ -81,9 +84,9 @@ class HybridRunner:
             is_chain = tree.parents == list(range(rows - 1))
             sees = None if is_chain else sees_of(tree.parents)
             prefix = len(sequence.ids)
-            segments.append(Segment(start, rows, sequence.pages, prefix, depths, sees, sequence.state))
+            segments.append(Segment(start, rows, sequence.pages, prefix, depths, sees))
             start += rows
-        plan = StepPlan.build(self.pool, tuple(segments), self.states)
+        plan = StepPlan.build(self.pool, tuple(segments))
         step = self._forward([token for tree in trees for token in tree.tokens], plan)
         return Staged(self, list(sequences), list(trees), plan, step.logits)
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 import torch
 
 from ddtree.kv_cache import KvPool, Pages
-from ddtree.recurrent.state_pool import StatePool
 from ddtree.recurrent.step import RecurrentStep, Span
 
 
@@ -27,7 +26,6 @@ class Segment:
     prefix: int  # committed length: all of it is visible to every row
     depths: torch.Tensor  # [count] position of each row after the prefix; 0 for the first
     sees: torch.Tensor | None  # [count, count] bool, which rows see which; None: each sees those before it
-    state: int | None = None  # the session's recurrent state, for a target that has such layers
 
     @property
     def stop(self) -> int:
@@ -50,7 +48,6 @@ class StepPlan:
         cls,
         pool: KvPool,
         segments: tuple[Segment, ...],
-        states: StatePool | None = None,
         *,
         keeps: bool = False,
     ) -> StepPlan:
@@ -59,15 +56,16 @@ class StepPlan:
         The caller has checked that the rows fit into the session's pages.
 
         Args:
-            pool: the pages.
+            pool: the pages, and the states of the recurrent layers if the target has any.
             segments: the sequences.
-            states: of the recurrent layers, if the target has any.
             keeps: whether the recurrent states take in all rows at once; otherwise they wait for a commit.
         """
         for segment in segments:
             assert segment.prefix + segment.count <= segment.pages.capacity, "a segment overruns its pages"
         slots = [segment.pages.slots[segment.prefix : segment.prefix + segment.count] for segment in segments]
-        recurrent = None if states is None else RecurrentStep.build(states, _spans(segments), keeps=keeps)
+        recurrent = None
+        if pool.states is not None:
+            recurrent = RecurrentStep.build(pool.states, _spans(pool, segments), keeps=keeps)
         return cls(pool, segments, torch.cat(slots), recurrent)
 
     def page_layer(self, layer: int) -> int:
@@ -113,11 +111,12 @@ class StepPlan:
         return visible
 
 
-def _spans(segments: tuple[Segment, ...]) -> list[Span]:
+def _spans(pool: KvPool, segments: tuple[Segment, ...]) -> list[Span]:
     spans = []
     for segment in segments:
-        assert segment.state is not None, "a segment of this target needs a recurrent state"
-        spans.append(Span(segment.start, segment.count, segment.state, segment.depths, segment.sees))
+        state = pool.state_of(segment.pages)
+        assert state is not None, "a pool with states has one for every session's pages"
+        spans.append(Span(segment.start, segment.count, state, segment.depths, segment.sees))
     return spans
 
 

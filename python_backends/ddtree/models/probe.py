@@ -19,7 +19,7 @@ import torch
 from ddtree.attention.plan import Segment, StepPlan
 from ddtree.attention.sdpa import UnsupportedAttention
 from ddtree.errors import CheckpointError
-from ddtree.kv_cache import KvPool
+from ddtree.kv_cache import KvPool, Pages
 from ddtree.models.target import TargetModel
 from ddtree.recurrent.state_pool import PoolSize, StatePool
 
@@ -31,11 +31,18 @@ _ROUNDING = 1e-2
 
 
 class _CountingPool(KvPool):
-    """A pool that notes which layers staged their keys."""
+    """A pool that notes which layers staged their keys. It has one state, which stays empty."""
 
     def __init__(self, target: TargetModel) -> None:
         super().__init__(target.cache_shape(0), budget_bytes=1, page_size=_ROWS, device=target.device)
         self.staged: list[int] = []
+        if (shape := target.state_shape()) is not None:
+            self.states = StatePool(shape, PoolSize(1, _ROWS), target.device)
+
+    def state_of(self, pages: Pages) -> int:
+        """The one there is: nothing is ever committed."""
+        del pages
+        return 0
 
     def write(self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         self.staged.append(layer)
@@ -80,9 +87,8 @@ def check_trees_work(target: TargetModel) -> None:
 
 def _logits_of_y(target: TargetModel, pool: KvPool) -> list[torch.Tensor]:
     """The last row's logits of chain, tree and longer chain, each `[V]` float32."""
-    pages, shape = pool.reserve(_ROWS), target.state_shape()
+    pages = pool.reserve(_ROWS)
     assert pages is not None, "the pool was made for these rows"
-    states = None if shape is None else StatePool(shape, PoolSize(_ROWS, _ROWS), target.device)
     x, d, y = (token % target.vocab_size for token in (3, 7, 5))
     siblings = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]], dtype=torch.bool, device=target.device)
     logits = []
@@ -92,8 +98,7 @@ def _logits_of_y(target: TargetModel, pool: KvPool) -> list[torch.Tensor]:
         ((x, d, y), (0, 1, 2), None),
     ):
         place = torch.tensor(depths, device=target.device)
-        state = None if states is None else states.reserve()
-        plan = StepPlan.build(pool, (Segment(0, len(tokens), pages, 0, place, sees, state),), states)
+        plan = StepPlan.build(pool, (Segment(0, len(tokens), pages, 0, place, sees),))
         ids = torch.tensor(tokens, device=target.device)
         logits.append(target.forward(ids, plan, ids.new_tensor([len(tokens) - 1])).logits[0].float())
     return logits

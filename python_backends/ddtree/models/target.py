@@ -19,9 +19,11 @@ from transformers import PreTrainedModel
 from ddtree.attention import sdpa
 from ddtree.attention.plan import StepPlan
 from ddtree.errors import CheckpointError
+from ddtree.hybrid_cache import HybridPool
 from ddtree.kv_cache import CacheShape, KvPool
 from ddtree.models import gated_delta_net, loading, packed, target_config
-from ddtree.recurrent.state_pool import StateShape
+from ddtree.recurrent.kernel_choice import kernels_for
+from ddtree.recurrent.state_pool import PoolSize, StateBudget, StatePool, StateShape
 
 
 @dataclass(frozen=True)
@@ -60,14 +62,18 @@ class Target(Protocol):
 class TargetModel:
     """A loaded target with taps. One forward at a time: the hooks write into this object."""
 
-    def __init__(self, model: PreTrainedModel, taps: Sequence[int]) -> None:
+    def __init__(
+        self, model: PreTrainedModel, taps: Sequence[int], state_budget: StateBudget | None = None
+    ) -> None:
         """Take a model that was loaded with our attention.
 
         Args:
             model: the causal LM.
             taps: decoder layers whose outputs the drafter reads, in the drafter's order.
+            state_budget: of the states of recurrent layers, where the model has such.
         """
         self.model = model
+        self._state_budget = state_budget or StateBudget()
         self.config = model.config.get_text_config()
         self.taps = tuple(taps)
         self.vocab_size = int(self.config.vocab_size)
@@ -82,7 +88,15 @@ class TargetModel:
             layers[layer].register_forward_hook(self._capture(layer))
 
     @classmethod
-    def load(cls, folder: Path, *, dtype: str, device: torch.device, taps: Sequence[int]) -> TargetModel:
+    def load(
+        cls,
+        folder: Path,
+        *,
+        dtype: str,
+        device: torch.device,
+        taps: Sequence[int],
+        state_budget: StateBudget | None = None,
+    ) -> TargetModel:
         """Load from a checkpoint folder; on a CPU its modules are replaced by faster ones where possible.
 
         Raises:
@@ -91,7 +105,7 @@ class TargetModel:
         resolved = loading.resolve_dtype(dtype, loading.read_target_config(folder))
         model = loading.load_target(folder, dtype=resolved, device=device, attention=sdpa.register())
         gated_delta_net.install(model)
-        target = cls(model, taps)
+        target = cls(model, taps, state_budget)
         if packed.can_pack(device, resolved):
             packed.pack(model)
         return target
@@ -130,10 +144,30 @@ class TargetModel:
         return target_config.state_shape(self.config, self.dtype)
 
     def make_pool(self, feature_size: int, *, budget_bytes: int, page_size: int) -> KvPool:
-        """The cache's pages, `budget_bytes` in all, a projected feature beside each slot included."""
-        return KvPool(
-            self.cache_shape(feature_size), budget_bytes=budget_bytes, page_size=page_size, device=self.device
-        )
+        """The cache's pages, `budget_bytes` in all, a projected feature beside each slot included.
+
+        States of recurrent layers come beside them, out of their own budget.
+
+        Raises:
+            ConfigError: the states' budget does not hold one sequence.
+        """
+        shape = self.state_shape()
+        size = None if shape is None else PoolSize.of(shape, self._state_budget)
+        return self._make_pool(feature_size, budget_bytes, page_size, size)
+
+    def make_scratch_pool(self, slots: int) -> KvPool:
+        """Pages for one sequence of `slots` tokens that is only read, and a state if it needs one."""
+        size = None if self.state_shape() is None else PoolSize(states=1, rows=1)
+        return self._make_pool(0, slots * self.cache_shape(0).bytes_per_slot, slots, size)
+
+    def _make_pool(
+        self, feature_size: int, budget_bytes: int, page_size: int, size: PoolSize | None
+    ) -> KvPool:
+        pages, shape, device = self.cache_shape(feature_size), self.state_shape(), self.device
+        if shape is None or size is None:
+            return KvPool(pages, budget_bytes=budget_bytes, page_size=page_size, device=device)
+        states = StatePool(shape, size, device, kernels_for(device))
+        return HybridPool(pages, states, budget_bytes=budget_bytes, page_size=page_size, device=device)
 
     @torch.inference_mode()
     def forward(

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 _FLOAT32_BYTES = 4
 _MIB = 1 << 20
+_MOST_STATES = 4096  # more sequences and snapshots than any machine decodes; only tiny models have room
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,14 @@ class StateShape:
 
 
 @dataclass(frozen=True)
+class StateBudget:
+    """What a deployment allows."""
+
+    budget_bytes: int = 512 * _MIB  # of states and stash together
+    max_nodes: int = 256  # of one sequence's tree, root not counted
+
+
+@dataclass(frozen=True)
 class PoolSize:
     """How a budget of bytes is spent."""
 
@@ -69,17 +78,13 @@ class PoolSize:
     rows: int  # of the stash: the most rows one step may stage
 
     @classmethod
-    def of(cls, shape: StateShape, budget_bytes: int, least_rows: int) -> PoolSize:
+    def of(cls, shape: StateShape, budget: StateBudget) -> PoolSize:
         """Divide a budget: the stash gets an eighth of it or what one sequence needs, states the rest.
-
-        Args:
-            shape: what is stored.
-            budget_bytes: of states and stash together.
-            least_rows: root and nodes of the largest tree.
 
         Raises:
             ConfigError: not even one sequence fits.
         """
+        budget_bytes, least_rows = budget.budget_bytes, budget.max_nodes + 1
         rows = max(least_rows, budget_bytes // 8 // shape.bytes_per_row)
         states = (budget_bytes - rows * shape.bytes_per_row) // shape.bytes_per_state
         if states < 1:
@@ -89,7 +94,7 @@ class PoolSize:
                 f"{least_rows} staged rows ({shape.bytes_per_row} bytes each), {-(-needed // _MIB)} MiB in "
                 f"all, got {budget_bytes / _MIB:g}; raise state_cache_mib or lower max_nodes"
             )
-        return cls(states, rows)
+        return cls(min(states, _MOST_STATES), rows)
 
 
 @dataclass(frozen=True)

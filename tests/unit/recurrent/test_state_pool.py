@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ddtree.errors import ConfigError
-from ddtree.recurrent.state_pool import PoolSize, StatePool, StateShape
+from ddtree.recurrent.state_pool import PoolSize, StateBudget, StatePool, StateShape
 
 MIB = 1 << 20
 SMALL = StateShape((0, 2), key_heads=1, value_heads=2, key_dim=4, value_dim=3, kernel=4, dtype=torch.float32)
@@ -37,15 +37,15 @@ def test_a_27b_target_needs_147_mib_a_sequence_and_2_4_mib_a_node() -> None:
 
 
 def test_a_budget_is_divided_and_kept() -> None:
-    size = PoolSize.of(LARGE, 8192 * MIB, 65)
+    size = PoolSize.of(LARGE, StateBudget(8192 * MIB, 64))
     assert size.rows * LARGE.bytes_per_row + size.states * LARGE.bytes_per_state <= 8192 * MIB
     assert (size.states, size.rows) == (48, 418)
-    assert PoolSize.of(LARGE, 1024 * MIB, 257) == PoolSize(2, 257)
+    assert PoolSize.of(LARGE, StateBudget(1024 * MIB, 256)) == PoolSize(2, 257)
 
 
 def test_a_budget_too_small_for_one_sequence_says_what_to_set() -> None:
     with pytest.raises(ConfigError, match=r"state_cache_mib must .* 257 staged rows .* 776 MiB .*512; raise"):
-        PoolSize.of(LARGE, 512 * MIB, 257)
+        PoolSize.of(LARGE, StateBudget(512 * MIB, 256))
 
 
 def test_states_are_taken_given_back_and_empty_when_taken_again() -> None:
