@@ -54,6 +54,8 @@ class GenerateOptions(TypedDict, total=False):
     """Sequences per row, above 1 only with a temperature; row i's are the results i * n to i * n + n - 1."""
     chat_template_kwargs: Mapping[str, object] | None
     """With ``messages``: variables of the model's chat template, e.g. ``{"enable_thinking": False}``."""
+    deadline_ms: int | None
+    """The server ends the answer so long after its arrival, with what there is, and reason ``deadline``."""
     cache_salt: str | None
     """Prompts share cached pages of a common beginning only with prompts of the same salt."""
     num_top_log_probs: int | None

@@ -55,6 +55,7 @@ OPTION_INPUTS: Mapping[str, InputSpec] = {
     "num_top_log_probs": InputSpec("num_top_log_probs", "INT32"),
     "num_return_sequences": InputSpec("num_return_sequences", "INT32"),
     "chat_template_kwargs": InputSpec("chat_template_kwargs", "BYTES"),
+    "deadline_ms": InputSpec("deadline_ms", "INT32"),
     "cache_salt": InputSpec("cache_salt", "BYTES"),
     "guided_json": InputSpec("guided_json", "BYTES"),
     "guided_regex": InputSpec("guided_regex", "BYTES"),

@@ -6,15 +6,18 @@ Cancelling whoever reads cancels on the servers. Knows chunks and results, not h
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 from ddtree_client import AsyncClient, AsyncStream, Chunk, OverloadedError, Result, ServerUnavailableError
 from ddtree_client.metrics import ClientMetrics
+from ddtree_client.types import GenerateOptions
 from ddtree_gateway.endpoints import Endpoints
 from ddtree_gateway.options import Order, Prompt
 
 _Item = tuple[int, Chunk] | Exception | None  # None: a prompt's answer is complete
+_GRACE_S = 1.0
 _WAITING_CHUNKS = 16  # of several prompts together; more of them wait at the server
 
 
@@ -25,6 +28,7 @@ class Generation:
         self._order = order
         self._endpoints = endpoints
         self._metrics = metrics
+        self._begin = time.monotonic()
         self._results: dict[int, tuple[Result, ...]] = {}
         self.request_id = ""  # of the first prompt, in the servers' logs; known with the first chunk
 
@@ -95,10 +99,18 @@ class Generation:
                     raise
 
     def _send(self, client: AsyncClient, prompt: Prompt) -> AsyncStream:
+        passed_s = time.monotonic() - self._begin  # with servers that did not take it
+        options: GenerateOptions = {**self._order.options}
+        timeout_s = self._order.timeout_s - passed_s
+        if self._order.deadline_s is not None:
+            left_s = self._order.deadline_s - passed_s
+            options["deadline_ms"] = min(max(1, round(1000 * left_s)), 2**31 - 1)
+            # The server ends the answer in time; this is for one that does not.
+            timeout_s = min(timeout_s, left_s + _GRACE_S)
         return client.stream(
             prompt.text,
             messages=prompt.messages,
             input_ids=prompt.token_ids,
-            deadline_s=self._order.deadline_s,
-            **self._order.options,
+            deadline_s=max(timeout_s, 0.001),
+            **options,
         )

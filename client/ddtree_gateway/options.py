@@ -66,7 +66,8 @@ class Order:
     prompts: tuple[Prompt, ...]
     options: GenerateOptions
     sequences: int  # of each prompt
-    deadline_s: float
+    deadline_s: float | None  # as the caller set it; the server keeps it
+    timeout_s: float  # after which nobody waits any more
     stream: bool
     include_usage: bool
     log_probs: int | None  # most probable tokens to show at each place; None: no log-probs at all
@@ -136,7 +137,8 @@ def _order(
         prompts=prompts,
         options=options,
         sequences=request.n or 1,
-        deadline_s=min(request.deadline or settings.request_timeout_s, settings.request_timeout_s),
+        deadline_s=request.deadline,
+        timeout_s=settings.request_timeout_s,
         stream=bool(request.stream),
         include_usage=bool(request.stream_options and request.stream_options.include_usage),
         log_probs=log_probs,

@@ -188,6 +188,19 @@ def test_template_variables_reach_the_template(openai_client: OpenAI) -> None:
     assert refused.value.param == "chat_template_kwargs"
 
 
+def test_a_deadline_ends_an_answer_with_what_there_is(openai_client: OpenAI) -> None:
+    answer = openai_client.completions.create(
+        model=MODEL,
+        prompt="go on",
+        max_tokens=450,
+        temperature=0,
+        extra_body={"deadline": 0.1, "ignore_eos": True, "draft_mode": "off"},
+    )
+    assert answer.usage is not None
+    assert 0 < answer.usage.completion_tokens < 450
+    assert answer.choices[0].finish_reason == "length"  # the API has no nearer word
+
+
 def test_models_are_listed(openai_client: OpenAI) -> None:
     assert [model.id for model in openai_client.models.list()] == [MODEL]
     assert openai_client.models.retrieve(MODEL).owned_by == "ddtree"
