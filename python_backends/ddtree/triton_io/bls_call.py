@@ -16,13 +16,13 @@ from ddtree.wire import Arrays
 _OUTPUTS = {
     "describe": ("info",),
     "release": ("status",),
-    "prefill": ("status", "next_tokens", "log_probs", "features"),
+    "prefill": ("status", "next_tokens", "log_probs", "features", "reused"),
     "verify": (
         "status", "accepted_tokens", "accepted_counts", "bonus_tokens", "node_counts", "log_probs",
         "features", "commit_ms",
     ),
     "read_features": ("status", "features"),
-    "draft": ("status", "top_ids", "top_log_probs", "edge_log_probs"),
+    "draft": ("status", "top_ids", "top_log_probs", "edge_log_probs", "reused"),
     "build_tree": ("tokens", "parents", "depths", "counts"),
 }  # fmt: skip
 
