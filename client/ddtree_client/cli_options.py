@@ -64,6 +64,17 @@ def tree_budget(value: str) -> int:
         raise click.BadParameter(f"{value!r} is neither a number of draft nodes nor 'auto'") from None
 
 
+def milliseconds(value: str) -> int:
+    """Seconds as typed, as whole milliseconds. Raises click.BadParameter."""
+    try:
+        seconds = float(value)
+    except ValueError:
+        raise click.BadParameter(f"{value!r} is no number of seconds") from None
+    if not 0.001 <= seconds < 2**31 / 1000:
+        raise click.BadParameter(f"{value} must be at least 0.001 seconds")
+    return int(seconds * 1000)
+
+
 def connection_options(function: _Function) -> _Function:
     """Adds --json to the `server_options`."""
     as_json = click.option("--json", "as_json", is_flag=True, help="JSON on stdout, for programs.")
@@ -105,6 +116,13 @@ def generation_options(function: _Function) -> _Function:
             click.option("--min-p", type=float),
             click.option("--seed", type=int, help="Same seed, same answer."),
             click.option("--repetition-penalty", type=float),
+            click.option(
+                "--deadline",
+                "deadline_ms",
+                type=milliseconds,
+                metavar="SECONDS",
+                help="The answer is what the server has by then.",
+            ),
             click.option("--guided-json", metavar="SCHEMA", help="A JSON schema the answer must match."),
             click.option("--guided-regex", metavar="REGEX", help="What the whole answer must match."),
         )

@@ -105,7 +105,7 @@ class Chunk:
     token_ids: tuple[int, ...]
     row: int  # of the request; with num_return_sequences n, row * n + the sequence's index
     final: bool  # the row's last chunk
-    finish_reason: str  # "stop" | "length" | "cancelled" on the last chunk, "" before
+    finish_reason: str  # "stop", "length", "cancelled" or "deadline" on the last, "" before
     elapsed_s: float  # since the request was sent
     log_probs: tuple[TokenLogProbs, ...] = ()  # one per token id, when asked for
     trace: tuple[TracedRound, ...] = ()  # the rounds it is made of, when asked for
