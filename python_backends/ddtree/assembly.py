@@ -15,6 +15,7 @@ from ddtree.models.packed import can_pack, pack, packed_linear
 from ddtree.models.pairing import pair_checks, refuse_failures
 from ddtree.models.probe import check_trees_work
 from ddtree.models.target import Target, TargetModel
+from ddtree.recurrent.state_pool import StateBudget
 from ddtree.stages.in_process import InProcessStages
 from ddtree.text import TextCodec
 from ddtree.trtllm.native import NativeChainVerifier
@@ -70,7 +71,10 @@ def _load_target(config: ServingConfig, draft: DraftCheckpoint) -> TargetModel:
     _set_threads(config)
     taps = draft.config.target_layer_ids
     device = loading.choose_device(config.device)
-    target = TargetModel.load(config.target, dtype=config.dtype, device=device, taps=taps)
+    states = StateBudget(config.state_cache_mib * _MIB, config.max_nodes)
+    target = TargetModel.load(
+        config.target, dtype=config.dtype, device=device, taps=taps, state_budget=states
+    )
     check_trees_work(target)
     return target
 

@@ -54,6 +54,7 @@ class ServingConfig:
     threads: int = 0  # CPU threads of a stage; 0: all cores
     kv_cache_mib: int = 512  # bytes of the verifier's pages, projected features included
     draft_kv_cache_mib: int = 128
+    state_cache_mib: int = 512  # states of recurrent layers; nothing where the target has none
     page_size: int = 64  # KV slots in a page
     prefill_chunk: int = 128  # prompt tokens the target reads in one call, over all sequences
     max_sequences: int = 32  # sequences decoded at the same time
@@ -76,8 +77,9 @@ class ServingConfig:
                 f"topology must be bls with engine trtllm, got {self.topology}; TensorRT-LLM needs a process "
                 "of its own, so leave DDTREE_TOPOLOGY unset or set engine to torch"
             )
-        for name in ("kv_cache_mib", "draft_kv_cache_mib", "page_size", "prefill_chunk", "max_sequences",
-                     "max_nodes", "max_step_nodes", "session_ttl_s", "draft_timeout_ms"):  # fmt: skip
+        for name in ("kv_cache_mib", "draft_kv_cache_mib", "state_cache_mib", "page_size", "prefill_chunk",
+                     "max_sequences", "max_nodes", "max_step_nodes", "session_ttl_s",
+                     "draft_timeout_ms"):  # fmt: skip
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
         for name in ("threads", "max_waiting", "queue_timeout_ms", "stage_recovery_s"):

@@ -72,6 +72,11 @@ class KvPool:
     can_share = True  # whether a page may belong to several sessions
     states: StatePool | None = None  # of recurrent layers, where the target has any: see `hybrid_cache`
 
+    @property
+    def most_rows(self) -> int | None:
+        """Rows that one step may stage; None: any."""
+        return None if self.states is None else self.states.size.rows
+
     def __init__(self, shape: CacheShape, *, budget_bytes: int, page_size: int, device: torch.device) -> None:
         """Allocate as many whole pages as fit into `budget_bytes` (at least one)."""
         self.shape = shape

@@ -87,7 +87,7 @@ class SessionTable:
             self._skip(session, len(shared))
         return session.length - length
 
-    def _look_up(self, session: Session) -> list[int]:
+    def _look_up(self, session: Session) -> Sequence[int]:
         """The cached pages that follow the full pages of a session and hold what its prefix goes on with."""
         shared: list[int] = []
         if session.keys is None:
@@ -100,7 +100,7 @@ class SessionTable:
             if page is None:
                 break
             shared.append(page)
-        return shared
+        return self._pool.usable(shared)
 
     def _skip(self, session: Session, pages: int) -> None:
         """Go on after so many pages that others filled; they are published already."""
@@ -111,8 +111,11 @@ class SessionTable:
     def commit(self, session: Session, ids: Sequence[int]) -> None:
         """Note that these ids are committed now, and all that is kept of them is in the pool."""
         full = session.length // self._pool.page_size
-        for place, key in enumerate(self._grow(session, ids), start=full):
+        keys = self._grow(session, ids)
+        for place, key in enumerate(keys, start=full):
             self._pool.table.publish(session.pages.indices[place], key)
+        if keys and session.length % self._pool.page_size == 0:
+            self._pool.keep(keys[-1], session.pages)
 
     @staticmethod
     def _grow(session: Session, ids: Sequence[int]) -> list[bytes]:

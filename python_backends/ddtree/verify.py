@@ -1,6 +1,6 @@
 """The verifier stage: one target forward over roots and draft trees, the acceptance walk, and the commit.
 
-It owns the target's KV pages and the context features beside them. It knows sessions by id and what is
+It owns the target's cache and the context features beside it. It knows sessions by id and what is
 committed in them; it knows nothing of requests, text or stop conditions.
 """
 
@@ -17,14 +17,13 @@ from torch import nn
 from ddtree import verify_batch
 from ddtree.accept import Acceptance, walk
 from ddtree.attention.plan import Segment, StepPlan
-from ddtree.budget import CostCurve, measure
+from ddtree.budget import CostCurve
 from ddtree.errors import InvalidArgument
 from ddtree.grammar import GrammarCompiler
 from ddtree.models.target import Target, TargetStep
 from ddtree.prefix_cache import PageKeys, Prefix
 from ddtree.pruning import prune
 from ddtree.samplers import Samplers
-from ddtree.sampling import choose
 from ddtree.sessions import Session, SessionTable
 from ddtree.tree_mask import ancestor_bits, expand
 from ddtree.tree_sampling import first_tokens, target_tokens
@@ -41,11 +40,9 @@ from ddtree.types import (
     VerifyRequest,
     VerifyResult,
 )
+from ddtree.verify_cost import measure_verify
 
 _LOG = logging.getLogger(__name__)
-# Verified rows whose cost is measured at load, and the committed prefix they are measured behind.
-COST_ROWS = (1, 2, 4, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
-COST_PREFIX = 256
 
 
 @dataclass(frozen=True)
@@ -99,24 +96,9 @@ class TargetVerifier:
 
     def measure_cost(self, repeats: int = 3, on_progress: Callable[[int], None] | None = None) -> None:
         """Time verify steps of several sizes on this machine; `info` reports the curve."""
-        prefix = min(COST_PREFIX, self.pool.total_slots // 2)
-        rows = [
-            r for r in COST_ROWS if prefix + r <= self.pool.total_slots and r <= self._limits.max_nodes + 1
-        ]
-        pages = self.pool.reserve(prefix + rows[-1])
-        assert pages is not None, "the cost is measured before the first session"
-
-        def step(count: int) -> None:
-            segment = Segment(0, count, pages, prefix, torch.arange(count, device=self._device), None)
-            plan = StepPlan.build(self.pool, (segment,))
-            tokens = torch.zeros(count, dtype=torch.int64, device=self._device)
-            keep = torch.arange(count, device=self._device)
-            choose(self.target.forward(tokens, plan, keep).logits).cpu()  # waits for an accelerator
-            if on_progress is not None:
-                on_progress(count)
-
-        self._cost = measure(step, rows, repeats)
-        self.pool.release(pages)
+        self._cost = measure_verify(
+            self.target, self.pool, self._limits.max_nodes, repeats=repeats, on_progress=on_progress
+        )
 
     def info(self) -> VerifierInfo:
         """What the orchestrator must know."""
@@ -160,9 +142,14 @@ class TargetVerifier:
             segments.append(self._segment(session, start, counts[i], None, None))
             start += counts[i]
         last_rows = torch.tensor([segment.stop - 1 for segment in segments], device=self._device)
-        plan = StepPlan.build(self.pool, tuple(segments))
+        plan = StepPlan.build(self.pool, tuple(segments), keeps=True)
         ids = torch.tensor([token for i in live for token in chunks[i]], device=self._device)
-        step = self.target.forward(ids, plan, last_rows)
+        try:
+            step = self.target.forward(ids, plan, last_rows)
+        except Exception:
+            # A recurrent state may have moved in some layers already: nobody must go on from there.
+            self.sessions.release([session.session_id for session in live.values()])
+            raise
         features[rows] = self._project(step, plan.slots, None)
         for i, session in live.items():
             self.sessions.commit(session, chunks[i])
@@ -171,7 +158,13 @@ class TargetVerifier:
 
     @torch.inference_mode()
     def verify(self, request: VerifyRequest) -> VerifyResult:
-        """Check each tree against the target and commit root and accepted path in the cache."""
+        """Check each tree against the target and commit root and accepted path in the cache.
+
+        Where the pool cannot stage all rows at once, this takes several steps.
+        """
+        parts = verify_batch.parts(request, self.pool.most_rows)
+        if len(parts) > 1:
+            return verify_batch.joined([self.verify(part) for part in parts])
         self.sessions.expire()
         found = self._find(request.sessions)
         live = [index for index, session in enumerate(found) if session is not None]
@@ -288,6 +281,8 @@ class TargetVerifier:
             source.append(plan.slots[segment.start + path])
             destination.append(target_slots)
         from_slots, to_slots = torch.cat(source), torch.cat(destination)
+        if plan.recurrent is not None:
+            plan.recurrent.commit(accepted.path_nodes, accepted.accepted_counts + 1)
         if not torch.equal(from_slots, to_slots):  # a path 0, 1, 2, … already stands where it belongs
             self.pool.move(from_slots, to_slots)
         return self._project(step, to_slots, torch.cat(rows))

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
+from torch.nn import functional
 
 from ddtree.accept import Acceptance
 from ddtree.sessions import Session
 from ddtree.tree_sampling import TargetTokens, no_log_probs
-from ddtree.types import PrefillRequest, PrefillResult, SessionBatch, Status, TreeBatch, VerifyResult
+from ddtree.types import (
+    PrefillRequest,
+    PrefillResult,
+    SessionBatch,
+    Status,
+    TreeBatch,
+    VerifyRequest,
+    VerifyResult,
+)
 
 
 @dataclass(frozen=True)
@@ -64,6 +73,52 @@ def select_trees(trees: TreeBatch, live: Sequence[int], device: torch.device) ->
     index = torch.tensor(live)
     fields = (trees.tokens, trees.parents, trees.depths, trees.counts)
     return TreeBatch(*(field[index].to(device) for field in fields))
+
+
+def parts(request: VerifyRequest, most_rows: int | None) -> list[VerifyRequest]:
+    """Divide a call into ones of at most so many rows, roots included; a sequence stays in one piece."""
+    if most_rows is None:
+        return [request]
+    rows = (request.trees.counts + 1).tolist()
+    if sum(rows) <= most_rows:
+        return [request]
+    groups: list[list[int]] = [[]]
+    room = most_rows
+    for index, count in enumerate(rows):
+        if count > room and groups[-1]:
+            groups.append([])
+            room = most_rows
+        groups[-1].append(index)
+        room -= count
+    return [_part(request, torch.tensor(group)) for group in groups]
+
+
+def _part(request: VerifyRequest, index: torch.Tensor) -> VerifyRequest:
+    sessions, trees = request.sessions, request.trees
+    widest = int(trees.counts[index].max())
+    tokens, parents, depths = (field[index, :widest] for field in (trees.tokens, trees.parents, trees.depths))
+    return VerifyRequest(
+        SessionBatch(sessions.ids[index], sessions.epochs[index], sessions.lengths[index]),
+        request.root_tokens[index],
+        TreeBatch(tokens, parents, depths, trees.counts[index]),
+    )
+
+
+def joined(results: Sequence[VerifyResult]) -> VerifyResult:
+    """The results of a call's parts as one."""
+
+    def together(name: str) -> torch.Tensor:
+        pieces = [getattr(result, name) for result in results]
+        sizes = [max(piece.shape[axis] for piece in pieces) for axis in range(1, pieces[0].dim())]
+        padded = []
+        for piece in pieces:
+            missing = [(0, size - own) for size, own in zip(sizes, piece.shape[1:], strict=True)]
+            padded.append(functional.pad(piece, [n for pair in reversed(missing) for n in pair]))
+        return torch.cat(padded)
+
+    names = [field.name for field in fields(VerifyResult) if field.name != "commit_ms"]
+    commit_ms = sum(result.commit_ms for result in results)
+    return VerifyResult(**{name: together(name) for name in names}, commit_ms=commit_ms)
 
 
 def nothing_prefilled(found: Found, features: torch.Tensor) -> PrefillResult:

@@ -15,6 +15,7 @@ from ddtree.engine import Engine
 from ddtree.events import Observe, ignore
 from ddtree.models.target import TargetModel
 from ddtree.params import GenerationParams
+from ddtree.recurrent.state_pool import StateBudget
 from ddtree.scheduler import Scheduler
 from ddtree.stages.in_process import DraftStage, InProcessStages
 from ddtree.text import TextCodec
@@ -27,11 +28,17 @@ CPU = torch.device("cpu")
 
 
 def make_verifier(
-    folder: Path, *, kv_cache_bytes: int = 1 << 22, max_nodes: int = 256, prefix_cache: bool = True
+    folder: Path,
+    *,
+    kv_cache_bytes: int = 1 << 22,
+    max_nodes: int = 256,
+    prefix_cache: bool = True,
+    state_bytes: int = 1 << 22,
 ) -> TargetVerifier:
     """A verifier over the small target with a random projection."""
     torch.manual_seed(5)
-    target = TargetModel.load(folder, dtype="float32", device=CPU, taps=TAPS)
+    states = StateBudget(state_bytes, max_nodes)
+    target = TargetModel.load(folder, dtype="float32", device=CPU, taps=TAPS, state_budget=states)
     projection = nn.Linear(len(TAPS) * HIDDEN, HIDDEN, bias=False).requires_grad_(False)
     limits = VerifierLimits(
         kv_cache_bytes, page_size=16, max_nodes=max_nodes, session_ttl_s=600, prefix_cache=prefix_cache
