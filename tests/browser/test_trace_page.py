@@ -21,6 +21,7 @@ from tests.fakes.traced_rounds import traced_answer
 
 Open = Callable[..., Watched]
 HOSTILE = (
+    "</title><script>alert(0)</script>",
     "</script><img src=x onerror=alert(1)>",
     "<!--<script>",
     "</pre><svg onload=alert(2)>",
@@ -82,7 +83,10 @@ def test_it_shows_the_answer_the_tree_and_the_times(show: Open) -> None:
     assert accepted > 2 * rejected
     assert "verify 9.00 ms" in page.inner_text("#times")
     assert str(page.locator("#canvas text.probability").first.text_content()).endswith("%")
-    assert page.locator("#answer .token.current").count() == len(told["emitted"]["ids"])
+    kinds = page.evaluate(
+        "[...document.querySelectorAll('#answer .token.current')].map((one) => one.classList[1])"
+    )
+    assert kinds == ["accepted"] * len(path) + ["bonus"]
 
 
 def test_the_accepted_path_is_one_line_from_the_root(show: Open) -> None:
