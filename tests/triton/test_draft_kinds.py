@@ -40,6 +40,7 @@ def address(target: Path, tmp_path_factory: pytest.TempPathFactory, project_root
         "DDTREE_THREADS": "1",
         "OMP_NUM_THREADS": "1",
         "DDTREE_KV_CACHE_MIB": "4",
+        "DDTREE_PAGE_SIZE": "16",
     }
     with LocalTriton(project_root / "model_repository", env=env) as server:
         yield server.grpc_url
@@ -66,3 +67,22 @@ def test_greedy_equals_generate(address: str, target: Path) -> None:
         assert list(result.token_ids) == reference(prompt, 24)
     assert results[0].stats.draft_tokens > 10 * results[0].stats.rounds, "trees were drafted"
     assert results[1].stats.draft_tokens > 2 * results[1].stats.rounds, "chains were drafted"
+
+
+def test_a_prompt_that_both_stages_have_cached(address: str, target: Path) -> None:
+    """The drafter's pages too: the same trees are built and accepted as the first time."""
+    source = random.Random(9)
+    prompt = tuple(source.randrange(256) for _ in range(70))
+    with Client(address, timeout_s=120.0) as client:
+        first, again, salted = (
+            client.generate(input_ids=prompt, max_tokens=24, tree_budget=40, cache_salt=salt)
+            for salt in (None, None, "other")
+        )
+    assert list(first.token_ids) == GreedyReference(target)(prompt, 24)
+    for result in (again, salted):
+        assert result.token_ids == first.token_ids
+        assert (result.stats.rounds, result.stats.accepted_draft_tokens, result.stats.draft_tokens) == (
+            first.stats.rounds,
+            first.stats.accepted_draft_tokens,
+            first.stats.draft_tokens,
+        )
