@@ -29,6 +29,7 @@ from ddtree_client.cli_options import (
     stats_line,
 )
 from ddtree_client.cli_trace import trace
+from ddtree_client.cli_trtllm import trtllm_check
 from ddtree_client.cli_tune import tune
 
 
@@ -83,6 +84,7 @@ cli.add_command(drain)
 cli.add_command(watchdog)
 cli.add_command(inspect)
 cli.add_command(doctor)
+cli.add_command(trtllm_check)
 
 
 def main() -> None:

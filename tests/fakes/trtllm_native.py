@@ -31,14 +31,18 @@ class Result:
     def abort(self) -> None:
         self.is_aborted = self.finished = True
 
+    @staticmethod
     @torch.inference_mode()
+    def _next(model: Any, ids: list[int]) -> int:
+        return int(model(torch.tensor([ids])).logits[0, -1].argmax())
+
     def _generate(self, model: Any, ids: list[int], sampling: Any, chain: int) -> Iterator[list[int]]:
         left, step = sampling.max_tokens, 0
         while left > 0:
             tokens: list[int] = []
             # A step emits one token and as many drafts as happened to be right.
             for _ in range(min(left, 1 + step % (chain + 1))):
-                tokens.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+                tokens.append(self._next(model, ids))
                 ids.append(tokens[-1])
             left, step = left - len(tokens), step + 1
             self.finished = left == 0
@@ -50,7 +54,8 @@ class LLM:
 
     def __init__(self, **options: Any) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(options["model"], dtype=torch.float32).eval()
-        self.chain = options["speculative_config"].max_draft_len
+        drafting = options.get("speculative_config")
+        self.chain = drafting.max_draft_len if drafting else 0
 
     def generate_async(self, *, inputs: Sequence[int], sampling_params: Any, streaming: bool) -> Result:
         assert streaming

@@ -89,6 +89,24 @@ def check_trees(target: EngineTarget, pool: EnginePool, *, nodes: int = NODES, s
     return TreeCheck(float(logits.median()), float(logits.max()), float(taps.median()), float(moved.median()))
 
 
+@torch.inference_mode()
+def node_answers(
+    target: EngineTarget, pool: EnginePool, prompt: Sequence[int], *, nodes: int = 24, seed: int = 0
+) -> list[tuple[list[int], int]]:
+    """What one tree step says after each node: (prompt and path, most probable next token)."""
+    source = random.Random(seed)
+    ids = [source.randrange(target.vocab_size) for _ in range(nodes + 1)]
+    parents = [source.randrange(node) for node in range(1, nodes + 1)]
+    run = _Runner(target, pool, len(prompt) + nodes + 1)
+    try:
+        run.open("tree").context("tree", prompt)
+        step = run.tree("tree", ids, parents)
+    finally:
+        run.close_all()
+    paths = [[*prompt, *(ids[node] for node in _path(parents, last))] for last in range(nodes + 1)]
+    return list(zip(paths, step.logits.argmax(-1).tolist(), strict=True))
+
+
 def refuse_wrong_trees(target: EngineTarget, pool: EnginePool) -> None:
     """Run the comparison at load.
 
