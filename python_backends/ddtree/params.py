@@ -114,6 +114,7 @@ def validate(
         if refusal.is_asked(raw):
             got = getattr(raw, refusal.field)
             raise InvalidArgument.of(refusal.field, refusal.rule, got, refusal.way_out)
+    cache_salt = _cache_salt(raw)
     prompt_ids = _prompt_ids(raw, limits, text)
     if len(prompt_ids) + max_tokens > limits.context_length:
         raise InvalidArgument(
@@ -133,7 +134,7 @@ def validate(
         stream=bool(raw.stream),
         sampling=finish_sampling(sampling, raw, limits, text, grammars),
         num_return_sequences=raw.num_return_sequences or 1,
-        cache_salt=_cache_salt(raw),
+        cache_salt=cache_salt,
     )
 
 

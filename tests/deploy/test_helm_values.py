@@ -144,6 +144,7 @@ def test_the_engines_settings_are_the_librarys() -> None:
                         ("maxSequences", "max_sequences"), ("maxWaiting", "max_waiting"),
                         ("queueTimeoutMs", "queue_timeout_ms"), ("maxNodes", "max_nodes"),
                         ("maxStepNodes", "max_step_nodes"), ("sessionTtlSeconds", "session_ttl_s"),
+                        ("prefixCache", "prefix_cache"),
                         ("threads", "threads"), ("topology", "topology"), ("dtype", "dtype")):  # fmt: skip
         assert values[value] == known[name], name
 

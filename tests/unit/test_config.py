@@ -55,6 +55,13 @@ def test_values_come_from_the_environment_and_get_their_types() -> None:
     )  # fmt: skip
 
 
+@pytest.mark.parametrize(("text", "value"), [("false", False), ("0", False), ("True", True), ("1", True)])
+def test_switches_are_said_in_words_or_digits(text: str, value: bool) -> None:
+    parameters = {**FOLDERS, "prefix_cache": "${DDTREE_PREFIX_CACHE}"}
+    assert ServingConfig.from_parameters(parameters, {"DDTREE_PREFIX_CACHE": text}).prefix_cache is value
+    assert ServingConfig.from_parameters(parameters, {}).prefix_cache is True
+
+
 def test_the_servers_environment_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DDTREE_TARGET", "/t")
     assert ServingConfig.from_parameters({"target": "${DDTREE_TARGET}", "draft": "/d"}).target == Path("/t")
@@ -83,6 +90,7 @@ def test_from_a_triton_configuration() -> None:
         ({"threads": "-1"}, "threads must not be negative, got -1"),
         ({"max_waiting": "-1"}, "max_waiting must not be negative, got -1"),
         ({"topology": "ensemble"}, "topology must be one of bls, in_process, got 'ensemble'"),
+        ({"prefix_cache": "maybe"}, "prefix_cache must be true or false, got 'maybe'"),
         ({"dtype": "int8"}, "dtype must be one of auto, bfloat16, float16, float32, got 'int8'"),
         ({"target": ""}, "target is not set; .*DDTREE_TARGET"),
         ({"draft": "${NOTHING}"}, "draft is not set; .*DDTREE_DRAFT"),

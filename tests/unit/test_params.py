@@ -80,6 +80,8 @@ def test_everything_a_caller_may_set(codec: WatchedCodec) -> None:
     assert (params.draft_mode, params.tree_budget) == ("chain", 32)
     assert (params.stop_ids, params.ignore_eos) == (frozenset({1, 7, 8, 9}), True)
     assert params.stop_strings == ("ä", "b")
+    assert check(codec, cache_salt="ß".encode()).cache_salt == "ß"
+    assert check(codec).cache_salt == ""
 
 
 def test_other_dialects_mean_the_same(codec: WatchedCodec) -> None:
@@ -141,6 +143,8 @@ REFUSED = [
     ({"tree_budget": -2}, "tree_budget must be in"),
     ({"draft_mode": b"forest"}, "draft_mode must be one of tree, chain, off, got 'forest'"),
     ({"draft_mode": b""}, "draft_mode must be one of"),
+    ({"cache_salt": b"s" * 257}, "cache_salt may have 256 bytes at most, got 257; send a shorter one"),
+    ({"cache_salt": b"\xff"}, "cache_salt must be"),
     ({"draft_mode": b"\xff"}, "draft_mode must be one of"),
     ({"end_id": 400}, r"end_id must be in the vocabulary \[0, 400\), got 400.*ignore_eos"),
     ({"end_id": -1}, "end_id must be in the vocabulary"),

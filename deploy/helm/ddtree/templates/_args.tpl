@@ -52,7 +52,8 @@
     "QUEUE_TIMEOUT_MS" ($e.queueTimeoutMs | int64)
     "MAX_NODES" ($e.maxNodes | int64)
     "MAX_STEP_NODES" ($e.maxStepNodes | int64)
-    "SESSION_TTL_S" ($e.sessionTtlSeconds | int64) }}
+    "SESSION_TTL_S" ($e.sessionTtlSeconds | int64)
+    "PREFIX_CACHE" $e.prefixCache }}
 - name: DDTREE_{{ $name }}
   value: {{ $value | toString | quote }}
 {{- end }}
