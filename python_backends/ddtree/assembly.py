@@ -33,7 +33,7 @@ def load_verifier(config: ServingConfig) -> TargetVerifier | NativeChainVerifier
         CheckpointError: target or draft cannot be used, or do not fit each other, or the engine cannot run.
     """
     draft = _open_draft(config)
-    if config.engine == "trtllm":
+    if config.engine != "torch":
         return load_engine_verifier(config, draft, lambda target: build_verifier(config, draft, target))
     return build_verifier(config, draft, _load_target(config, draft))
 

@@ -18,7 +18,7 @@ from ddtree.errors import ConfigError
 _VARIABLE = re.compile(r"\$\{(?P<name>[A-Za-z_][A-Za-z0-9_]*)(?::-(?P<default>(?:[^{}]|\$\{[^{}]*\})*))?\}")
 _CHOICES = {
     "topology": ("bls", "in_process"),
-    "engine": ("torch", "trtllm"),
+    "engine": ("torch", "trtllm", "trtllm_chain"),
     "dtype": ("auto", "bfloat16", "float16", "float32"),
 }
 
@@ -48,7 +48,8 @@ class ServingConfig:
     target: Path
     draft: Path
     topology: str = "bls"
-    engine: str = "torch"  # what runs the target; trtllm has not run on the real engine yet
+    # What runs the target; trtllm_chain: TensorRT-LLM's own DFlash chains. Neither has run on the real engine yet.
+    engine: str = "torch"
     device: str = "auto"  # auto: CUDA when there is one
     dtype: str = "auto"  # auto: what the checkpoint says
     threads: int = 0  # CPU threads of a stage; 0: all cores
@@ -72,9 +73,9 @@ class ServingConfig:
         for name, allowed in _CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
-        if self.engine == "trtllm" and self.topology != "bls":
+        if self.engine != "torch" and self.topology != "bls":
             raise ConfigError(
-                f"topology must be bls with engine trtllm, got {self.topology}; TensorRT-LLM needs a process "
+                f"topology must be bls with engine {self.engine}, got {self.topology}; it needs a process "
                 "of its own, so leave DDTREE_TOPOLOGY unset or set engine to torch"
             )
         for name in ("kv_cache_mib", "draft_kv_cache_mib", "state_cache_mib", "page_size", "prefill_chunk",

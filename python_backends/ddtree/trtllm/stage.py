@@ -47,6 +47,8 @@ def load_engine_verifier(
         EngineUnfit: TensorRT-LLM is not installed, or does not even decode by itself.
         CheckpointError: target or draft cannot be used.
     """
+    if config.engine == "trtllm_chain":
+        return load_native_chain(config, draft, "engine trtllm_chain asks for its own chains", importer)
     try:
         return load_tree_verifier(config, draft, build, importer)
     except EngineUnfit as error:
