@@ -19,6 +19,8 @@ from numpy.typing import NDArray
 
 from ddtree.errors import ConfigError
 
+_ENOUGH_MS = 60.0
+_COMPUTE_ROWS = 64  # with fewer rows a step may still be reading weights, whatever it takes
 _NO_PROBS: NDArray[np.float64] = np.empty(0)
 
 
@@ -76,20 +78,31 @@ def _never_falling(ms: Sequence[float]) -> NDArray[np.float64]:
     return np.concatenate([np.full(int(count), total / count) for total, count in pools])
 
 
-def measure(step: Callable[[int], None], rows: Sequence[int], repeats: int) -> CostCurve:
+def measure(
+    step: Callable[[int], None], rows: Sequence[int], repeats: int, *, enough_ms: float = _ENOUGH_MS
+) -> CostCurve:
     """Time `step(rows)` for each row count: the fastest of `repeats` after one call that is not counted.
 
     Whatever else the machine does only adds time (other models load while this one measures), so the fastest
     call says best what a step costs. Row counts take turns, so that a slow moment falls on all of them alike.
+    Where a step took longer than `enough_ms` from `_COMPUTE_ROWS` on, more rows are left to the last slope:
+    a step that long computes, so its cost grows evenly, and loading is not kept.
     """
-    samples: dict[int, list[float]] = {count: [] for count in rows}
-    for repeat in range(repeats + 1):
+    samples: dict[int, list[float]] = {}
+    for count in rows:
+        samples[count] = []
+        if _timed_ms(step, count) > enough_ms and count >= _COMPUTE_ROWS:
+            break
+    for _ in range(repeats):
         for count, times in samples.items():
-            start = time.perf_counter()
-            step(count)
-            if repeat:
-                times.append((time.perf_counter() - start) * 1e3)
+            times.append(_timed_ms(step, count))
     return CostCurve(tuple(samples), tuple(min(times) for times in samples.values()))
+
+
+def _timed_ms(step: Callable[[int], None], count: int) -> float:
+    start = time.perf_counter()
+    step(count)
+    return (time.perf_counter() - start) * 1e3
 
 
 def choose(

@@ -8,17 +8,28 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 
+from ddtree.draft_choice import DraftChoice
 from ddtree.events import FellBack, Observe, SessionLost, ignore
 from ddtree.live import Live
 from ddtree.planner import RoundPlanner, spread_trees
+from ddtree.promise import Promise
 from ddtree.stages.base import DRAFTER, Stages
-from ddtree.types import DraftResult, Status, TreeBatch
+from ddtree.types import DraftResult, Status, TreeBatch, VerifyResult
 
 _LOG = logging.getLogger(__name__)
 _MAX_DRAFT_LOSSES = 3
+
+
+@dataclass(frozen=True)
+class _Promised:
+    drafting: Sequence[Live]
+    places: list[int]  # of those in the round's batch
+    promise: Promise
 
 
 class DraftingLoop:
@@ -31,18 +42,14 @@ class DraftingLoop:
         self._stages = stages
         self._planner = planner
         self._feed_chunk = feed_chunk
+        self._choice = DraftChoice(planner.cost)
+        self._promised: _Promised | None = None  # of the round under way
         self._observe = observe
 
     async def draft(self, batch: Sequence[Live]) -> tuple[list[Live], DraftResult | None]:
         """Candidates for the sequences of `batch` that can have any: (those sequences, their candidates)."""
-        is_paused = not self._planner.cost.should_draft()
-        wanting = [
-            live
-            for live in batch
-            if live.draft.is_wanted
-            and live.sequence.remaining_tokens > 1
-            and not (is_paused and live.is_budget_open)
-        ]
+        able = [live for live in batch if live.draft.is_wanted and live.sequence.remaining_tokens > 1]
+        wanting = self._choose(able, len(batch))
         await self._catch_up(wanting)
         wanting = [live for live in wanting if live.draft.is_wanted and not live.draft.is_lost]
         if not wanting:
@@ -53,24 +60,55 @@ class DraftingLoop:
         kept = [index for index, live in enumerate(wanting) if self._settle(live, int(result.status[index]))]
         for index in kept:
             wanting[index].draft.drafts += 1
-        if len(kept) == len(wanting):
-            return wanting, result
-        rows = torch.tensor(kept, dtype=torch.int64)
-        return [wanting[index] for index in kept], result.select(rows)
+        if len(kept) < len(wanting):
+            result = result.select(torch.tensor(kept, dtype=torch.int64))
+            wanting = [wanting[index] for index in kept]
+        return wanting, self._planner.corrected(wanting, result)
 
     async def build_trees(
         self, batch: Sequence[Live], drafting: Sequence[Live], drafts: DraftResult | None
     ) -> TreeBatch:
         """One tree per sequence of `batch`; empty for those that did not draft."""
+        self._promised = None
         if drafts is None or not drafting:
             return TreeBatch.empty(len(batch))
         try:
-            trees = await self._stages.build_tree(self._planner.trees(drafting, drafts))
+            request = self._planner.trees(drafting, drafts, len(batch))
+            trees = await self._stages.build_tree(request)
+            promise = Promise.of(trees, request)
         except Exception as error:  # noqa: BLE001 - whatever broke, a plain round gives the right answer
             _LOG.warning("a round without trees: %s", error)
             return TreeBatch.empty(len(batch))
+        for live, tokens, nodes in zip(drafting, promise.tokens(), trees.counts.tolist(), strict=True):
+            self._choice.learn(live.outlook, tokens, nodes)
         places = {id(live): place for place, live in enumerate(batch)}
-        return spread_trees(trees, [places[id(live)] for live in drafting], len(batch))
+        self._promised = _Promised(drafting, [places[id(live)] for live in drafting], promise)
+        return spread_trees(trees, self._promised.places, len(batch))
+
+    def learn(self, verdict: VerifyResult) -> None:
+        """Compare what became of the round's trees with what was promised of them."""
+        if self._promised is None:
+            return
+        drafting, places, promise = self._promised.drafting, self._promised.places, self._promised.promise
+        self._promised = None
+        accepted = verdict.accepted_tokens[places].cpu().numpy().astype(np.int64)
+        counts = verdict.accepted_counts[places].cpu().numpy().astype(np.int64)
+        is_held = (verdict.status[places] == Status.OK).tolist()
+        surprises, promised = promise.surprise(accepted, counts)
+        for index, live in enumerate(drafting):
+            if is_held[index]:
+                self._choice.note_surprise(live.outlook, float(surprises[index]), float(promised[index]))
+
+    def _choose(self, able: Sequence[Live], sequences: int) -> list[Live]:
+        """Those of the sequences that draft in this round: all that were asked to, the others if it pays."""
+        free = [live for live in able if live.is_budget_open]
+        fixed = [live.outlook for live in able if not live.is_budget_open]
+        rested = sum(live.outlook.is_resting for live in free)
+        chosen = self._choice.choose([live.outlook for live in free], fixed, sequences)
+        for _ in range(sum(live.outlook.is_resting for live in free) - rested):
+            self._observe(FellBack("not_paying"))
+        drafting = {id(live) for live, is_chosen in zip(free, chosen, strict=True) if is_chosen}
+        return [live for live in able if id(live) in drafting or not live.is_budget_open]
 
     async def feed(self, batch: Sequence[Live]) -> None:
         """Deliver owed context without asking for candidates."""

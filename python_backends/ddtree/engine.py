@@ -10,7 +10,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from collections.abc import Sequence as Batch
 
 import torch
@@ -25,6 +25,7 @@ from ddtree.live import DraftContext, Live, Sink
 from ddtree.log_probs import read
 from ddtree.params import GenerationParams
 from ddtree.planner import RoundPlanner
+from ddtree.round_cost import FinishedRound
 from ddtree.round_trace import Verified, note_round
 from ddtree.scheduler import Scheduler
 from ddtree.sequence import Sequence, SequenceState
@@ -45,6 +46,8 @@ class Engine:
         *,
         scheduler: Scheduler,
         feed_chunk: int = 128,
+        max_step_nodes: int = 512,
+        timer: Callable[[], float] = time.perf_counter,
         observe: events.Observe = events.ignore,
     ) -> None:
         self._stages = stages
@@ -52,6 +55,8 @@ class Engine:
         self._scheduler = scheduler
         self._observe = observe
         self._feed_chunk = feed_chunk
+        self._max_step_nodes = max_step_nodes
+        self._timer = timer  # of rounds
         self._planner: RoundPlanner | None = None
         self._drafting: DraftingLoop | None = None
         self._work = asyncio.Event()
@@ -69,7 +74,7 @@ class Engine:
         if info.verifier.fallback:
             _LOG.warning("no trees are verified, the engine decodes by itself: %s", info.verifier.fallback)
             self._observe(events.FellBack("native_chain"))
-        self._planner = RoundPlanner(info)
+        self._planner = RoundPlanner(info, self._max_step_nodes)
         self._drafting = DraftingLoop(
             self._stages, self._planner, feed_chunk=self._feed_chunk, observe=self._observe
         )
@@ -200,7 +205,7 @@ class Engine:
         await self._drafts.feed([live for live in lives if live.sequence.state is SequenceState.PREFILLING])
 
     async def _round(self, batch: Batch[Live]) -> None:
-        watch = events.StopWatch()
+        watch = events.StopWatch(self._timer)
         drafting, drafts = await self._drafts.draft(batch)
         watch.lap("draft")
         trees = await self._drafts.build_trees(batch, drafting, drafts)
@@ -208,20 +213,22 @@ class Engine:
         verdict = await self._stages.verify(self._plan.verify(batch, trees))
         watch.lap("verify")
         note_round(batch, Verified(drafting, drafts, trees, verdict, watch.ms))
+        self._drafts.learn(verdict)
         emitted = self._commit(batch, verdict)
         watch.lap("commit")
         nodes = int(verdict.node_counts.sum())
         cost = self._plan.cost
         plain_ms = cost.plain_ms(len(batch)) + watch.ms["commit"]
-        is_paused = cost.observe(
-            sequences=len(batch),
-            rows=len(batch) + nodes,
-            emitted=emitted,
-            draft_ms=watch.ms["draft"] if any(live.is_budget_open for live in drafting) else 0.0,
-            verify_ms=watch.ms["verify"],
+        cost.observe(
+            FinishedRound(
+                len(batch),
+                len(drafting),
+                nodes,
+                draft_ms=watch.ms["draft"],
+                build_ms=watch.ms["build_tree"],
+                verify_ms=watch.ms["verify"],
+            )
         )
-        if is_paused:
-            self._observe(events.FellBack("not_paying"))
         record = events.RoundRecord(
             len(batch), nodes, emitted, verdict.commit_ms, plain_ms, watch.ms, watch.started_s
         )

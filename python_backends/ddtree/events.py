@@ -121,7 +121,7 @@ class PrefixHit:
 
 @dataclass(frozen=True)
 class FellBack:
-    """Decoding goes on without drafts: of a sequence until its end, or (`not_paying`) of all for a while.
+    """Decoding goes on without drafts: of a sequence, until its end or (`not_paying`) for a while.
 
     `native_chain`: of all, as long as the stages live, because the verifier's engine decodes by itself.
     """
@@ -199,12 +199,13 @@ async def watch_call(
 class StopWatch:
     """Milliseconds of the stages of one round, by name."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
         self.ms: dict[str, float] = {}
-        self.started_s = self._last = time.perf_counter()
+        self.started_s = self._last = clock()
 
     def lap(self, name: str) -> None:
         """Note what passed since the lap before."""
-        now = time.perf_counter()
+        now = self._clock()
         self.ms[name] = (now - self._last) * 1e3
         self._last = now

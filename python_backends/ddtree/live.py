@@ -11,6 +11,7 @@ from typing import Protocol
 
 import torch
 
+from ddtree.draft_choice import Outlook
 from ddtree.events import RequestWatch
 from ddtree.round_trace import SequenceTrace
 from ddtree.sequence import Delta, Sequence, SequenceState, Stats
@@ -109,6 +110,7 @@ class Live:
     recoveries: int = 0  # since the last round that it took part in
     deadline_ns: int | None = None  # of the scheduler's clock
     waiting_since_ns: int = 0
+    outlook: Outlook = field(default_factory=Outlook)  # what its drafts give
     is_postponed: bool = False  # the pool once had no pages for it
     request: RequestWatch = field(default_factory=RequestWatch)  # whose row it is, for those who listen
 

@@ -20,6 +20,7 @@ from ddtree.errors import ConfigError
 from ddtree.limits import Limits
 from ddtree.live import Live
 from ddtree.params import GenerationParams
+from ddtree.promise import trusted
 from ddtree.round_cost import RoundCost
 from ddtree.stages.base import StageInfo
 from ddtree.tree import useful_width
@@ -44,7 +45,8 @@ _MOST_SURPLUS = 96
 class RoundPlanner:
     """Messages for stages described by `info`."""
 
-    def __init__(self, info: StageInfo) -> None:
+    def __init__(self, info: StageInfo, max_step_nodes: int) -> None:
+        """Take what the stages are; a round verifies at most `max_step_nodes` draft nodes in all."""
         verifier = info.verifier
         self._draft_depth = info.drafter.block_size - 1
         self._has_drafter = not verifier.fallback
@@ -52,8 +54,8 @@ class RoundPlanner:
         self._feature_size = verifier.feature_size
         self._feature_dtype = getattr(torch, verifier.feature_dtype)
         curve = CostCurve(verifier.cost_rows, verifier.cost_ms)
-        self.cost = RoundCost(curve, info.drafter.cost_ms)
-        self._auto_width = _auto_width(self.cost.table(), self._auto_nodes)
+        self.cost = RoundCost(curve, info.drafter.cost_ms, info.drafter.block_size)
+        self._max_step_nodes = max_step_nodes
         room = verifier.pool_slots - verifier.max_nodes - 1
         if room < 2:  # a prompt and its answer
             raise ConfigError(
@@ -114,7 +116,7 @@ class RoundPlanner:
             root_tokens=_ints([0 if context_only else live.sequence.root_token for live in batch]),
             reserve=self._draft_reserve(batch),
             depth=0 if context_only else max(self._depth(live) for live in batch),
-            width=0 if context_only else max(self._width(live) for live in batch),
+            width=0 if context_only else self._widest(batch),
             beginnings=_beginnings(batch, lambda _: 0),  # who opens with context has begun nowhere else
         )
 
@@ -133,8 +135,21 @@ class RoundPlanner:
             beginnings=_beginnings(batch, lambda live: live.draft.behind_until),
         )
 
-    def trees(self, batch: Sequence[Live], drafts: DraftResult) -> TreeRequest:
-        """Ask for one tree per drafting sequence, no deeper than the sequence may still emit."""
+    @staticmethod
+    def corrected(batch: Sequence[Live], drafts: DraftResult) -> DraftResult:
+        """The candidates with the probabilities that each sequence's drafts have proved to have."""
+        # Only where the number of nodes rests on it: a tree of a fixed size is the same for every trust.
+        trust = torch.tensor(
+            [live.outlook.trust if _tree_budget(live) == AUTO_BUDGET else 1.0 for live in batch]
+        )
+        return replace(
+            drafts,
+            top_log_probs=trusted(drafts.top_log_probs, trust),
+            edge_log_probs=trusted(drafts.edge_log_probs, trust),
+        )
+
+    def trees(self, batch: Sequence[Live], drafts: DraftResult, sequences: int) -> TreeRequest:
+        """Ask for one tree per drafting sequence of `sequences`, no deeper than it may still emit."""
         log_probs = drafts.top_log_probs.clone()
         for index, live in enumerate(batch):
             log_probs[index, self._depth(live) :] = -math.inf
@@ -143,8 +158,10 @@ class RoundPlanner:
             top_log_probs=log_probs,
             budgets=_ints([_tree_budget(live) for live in batch]),
             is_chain=torch.tensor([live.sequence.params.draft_mode == "chain" for live in batch]),
-            round_cost_ms=torch.from_numpy(self.cost.table()),
+            round_cost_ms=torch.from_numpy(self.cost.table(sequences, len(batch), self._max_step_nodes)),
             edge_log_probs=drafts.edge_log_probs,
+            others=sequences - len(batch),
+            auto_limit=self._auto_nodes,
         )
 
     def verify(self, batch: Sequence[Live], trees: TreeBatch) -> VerifyRequest:
@@ -168,11 +185,19 @@ class RoundPlanner:
         """Deepest useful draft: an accepted path and its bonus token must fit into what may be emitted."""
         return max(0, min(self._draft_depth, live.sequence.remaining_tokens - 1, live.node_cap))
 
-    def _width(self, live: Live) -> int:
+    def _widest(self, batch: Sequence[Live]) -> int:
+        """Candidates per position that some tree may use."""
+        auto_width = 0
+        if any(live.is_budget_open for live in batch):
+            table = self.cost.table(len(batch), len(batch), self._auto_nodes)[len(batch) - 1 :]
+            auto_width = _auto_width(table, len(batch), self._auto_nodes)
+        return max(self._width(live, auto_width) for live in batch)
+
+    def _width(self, live: Live, auto_width: int) -> int:
         if live.sequence.params.draft_mode == "chain":
             return 1
-        if live.sequence.params.tree_budget == AUTO_BUDGET:
-            return self._auto_width
+        if live.is_budget_open:
+            return auto_width
         return useful_width(_tree_budget(live), self._draft_depth)
 
 
@@ -187,17 +212,17 @@ def _tree_budget(live: Live) -> int:
     return budget + min(3 * budget, _MOST_SURPLUS) if is_guided and budget != AUTO_BUDGET else budget
 
 
-def _auto_width(round_cost_ms: NDArray[np.float32], most_nodes: int) -> int:
-    """Candidates per position that can matter when the budget follows the cost.
+def _auto_width(round_cost_ms: NDArray[np.float32], sequences: int, most_nodes: int) -> int:
+    """Candidates per position that can matter when the budget follows the cost of 0, 1, … nodes.
 
     The candidate of rank r has a probability of at most 1 / (r + 1), and a node pays only if its probability
-    times the rate of a round exceeds what a row costs; a round emits at least one token.
+    times the milliseconds per token exceeds what a row costs; a round emits at least a token per sequence.
     """
     rows = len(round_cost_ms)
     per_row = (round_cost_ms[-1] - round_cost_ms[0]) / max(1, rows - 1)
     if per_row <= 0:
         return most_nodes
-    return int(min(most_nodes, max(4, math.ceil(round_cost_ms[0] / per_row))))
+    return int(min(most_nodes, max(4, math.ceil(round_cost_ms[0] / sequences / per_row))))
 
 
 def _sessions(

@@ -45,11 +45,6 @@ def useful_width(nodes: int, depth_count: int) -> int:
     return nodes if depth_count > 0 else 0
 
 
-def useful_depth(nodes: int) -> int:
-    """Say how many draft positions can matter for a tree of at most `nodes` nodes: the bound for ranks 0."""
-    return nodes
-
-
 def build_trees(request: TreeRequest) -> TreeBatch:
     """Build one tree per sequence, nodes in best-first order, so that parents precede children.
 
@@ -57,7 +52,7 @@ def build_trees(request: TreeRequest) -> TreeBatch:
     its continuations: the same request always gives the same trees, and a narrower candidate list gives the
     same tree as long as it is at least `useful_width` wide. Candidates of probability zero are never drafted,
     and a tree ends early when nothing else is left. Sequences with `AUTO_BUDGET` share one budget, spent
-    where it is most probable to be accepted.
+    where it is most probable to be accepted; so do all others when their budgets are more than a round holds.
 
     Args:
         request: candidates best first in each position, distinct unless their probability is zero.
@@ -77,11 +72,15 @@ def build_trees(request: TreeRequest) -> TreeBatch:
     ]
     fixed = [index for index, nodes in enumerate(budgets) if nodes != AUTO_BUDGET]
     automatic = [index for index, nodes in enumerate(budgets) if nodes == AUTO_BUDGET]
-    for index in fixed:
-        _Frontier(trees, [index]).grow(budgets[index])
+    round_cost_ms = request.round_cost_ms.cpu().numpy()
+    sequences = len(trees) + request.others
+    most_nodes = max(0, len(round_cost_ms) - sequences) if len(round_cost_ms) else sum(budgets)
+    frontier = _Frontier(trees, fixed, budgets)
+    frontier.grow(most_nodes)
     if automatic:
-        fixed_costs = [cost for index in fixed for cost in trees[index].costs[1:]]
-        _grow_while_it_pays(trees, automatic, fixed_costs, request.round_cost_ms.cpu().numpy())
+        limits = [request.auto_limit or len(round_cost_ms)] * len(trees)
+        open_frontier = _Frontier(trees, automatic, limits)
+        _grow_while_it_pays(open_frontier, automatic, sequences, frontier.costs, round_cost_ms)
     return _pack(trees, request.top_ids.cpu().numpy())
 
 
@@ -143,10 +142,12 @@ class _Tree:
 class _Frontier:
     """The nodes just outside the trees of some sequences, and the joint order in which those trees grew."""
 
-    def __init__(self, trees: Sequence[_Tree], members: Sequence[int]) -> None:
+    def __init__(self, trees: Sequence[_Tree], members: Sequence[int], budgets: Sequence[int]) -> None:
+        """Begin at the roots of `members`; `budgets` are the most nodes of each tree."""
+        self._budgets = budgets
         self.owners: list[int] = []  # sequence of each node taken
         self.costs: list[float] = []  # minus log-probability of each node taken, ascending
-        self._trees = trees
+        self.trees = trees
         # An entry is (cost, sequence, ranks, parent): ranks are unique within a sequence, so the comparison
         # never gets to the parent, and their order is the documented one among equals.
         self._heap: list[tuple[float, int, tuple[int, ...], int]] = []
@@ -160,7 +161,9 @@ class _Frontier:
         heap = self._heap
         while heap and len(self.owners) < limit:
             cost, index, ranks, parent = heappop(heap)
-            tree = self._trees[index]
+            tree = self.trees[index]
+            if len(tree) == self._budgets[index]:
+                continue
             children, depth, rank = tree.children, len(ranks), ranks[-1]
             row = tree.rows[parent]
             candidate = rank if tree.order is None else tree.order[depth - 1][row][rank]
@@ -182,19 +185,20 @@ class _Frontier:
 
 
 def _grow_while_it_pays(
-    trees: Sequence[_Tree],
+    frontier: _Frontier,
     automatic: Sequence[int],
+    sequences: int,
     fixed_costs: list[float],
     round_cost_ms: NDArray[np.float32],  # [R]
 ) -> None:
     """Grow the automatic sequences' trees in their joint order to the node count `budget` chooses."""
-    frontier = _Frontier(trees, automatic)
+    trees = frontier.trees
     fixed_probs = np.exp(-np.asarray(fixed_costs, dtype=np.float64))
     path_probs, some_left = np.empty(0), True
-    while some_left and budget.may_pay(path_probs, len(trees), round_cost_ms, fixed_probs):
+    while some_left and budget.may_pay(path_probs, sequences, round_cost_ms, fixed_probs):
         some_left = frontier.grow(len(frontier.owners) + _AUTO_STEP)
         path_probs = np.exp(-np.asarray(frontier.costs, dtype=np.float64))
-    count = budget.choose(path_probs, len(trees), round_cost_ms, fixed_probs)
+    count = budget.choose(path_probs, sequences, round_cost_ms, fixed_probs)
     kept = np.bincount(np.asarray(frontier.owners[:count], dtype=np.int64), minlength=len(trees))
     for index in automatic:
         trees[index].cut(int(kept[index]))

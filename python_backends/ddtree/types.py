@@ -153,6 +153,8 @@ class TreeRequest:
         torch.Tensor
     )  # [R] float32: a round's milliseconds when r + 1 rows are verified, R at most; any number if empty
     edge_log_probs: torch.Tensor = field(default_factory=_no_edges)  # [S, D, K, K] float32, or no elements
+    others: int = 0  # sequences of the round that have no candidates: a row and a token each
+    auto_limit: int = 0  # most nodes of one tree whose budget is chosen, 0 for any number
 
 
 AUTO_BUDGET = -1

@@ -160,3 +160,10 @@ def test_measuring_takes_the_fastest_of_warm_calls(repeats: int, slow_calls: tup
     assert step.calls == [1, 8] * (repeats + 1), "row counts take turns"
     assert 1 <= curve.ms[0] < 60
     assert 8 <= curve.ms[1] < 60
+
+
+def test_what_computes_for_long_is_not_measured_with_still_more_rows() -> None:
+    step = SleepyStep(())
+    assert measure(step, (1, 64, 128, 256), 1, enough_ms=100).rows == (1, 64, 128)
+    assert measure(step, (1, 64, 128, 256), 1, enough_ms=50).rows == (1, 64)
+    assert measure(step, (1, 32, 48, 64), 1, enough_ms=0).rows == (1, 32, 48, 64), "few rows may cost nothing"

@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddtree.budget import CostCurve
 from ddtree.events import (
     FellBack,
     Preempted,
@@ -16,7 +15,6 @@ from ddtree.events import (
     StageCalled,
 )
 from ddtree.metrics import Counter, Gauge, Histogram, Metrics, Tally
-from ddtree.round_cost import RoundCost
 from tests.fakes.counted import Counted
 
 # --- keeping and handing over
@@ -124,10 +122,3 @@ def test_plain_decoding_would_have_given_a_token_a_sequence_in_each_plain_rounds
     assert counted.read()["plain_equivalent_tokens"] == pytest.approx(2 * 12 / 4)
     counted.observe(round_done(nodes=0, emitted=2))  # this one was plain: it gave what it gave
     assert counted.read()["plain_equivalent_tokens"] == pytest.approx(2 * 12 / 4 + 2)
-
-
-def test_a_pause_of_drafting_is_told_once() -> None:
-    cost = RoundCost(CostCurve((1, 64), (1.0, 64.0)), draft_ms=1.0)
-    told = [cost.observe(sequences=1, rows=40, emitted=1, draft_ms=1.0, verify_ms=40.0) for _ in range(8)]
-    assert told.count(True) == 1
-    assert cost.plain_ms(1) == pytest.approx(1.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from math import inf
 
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from ddtree.budget import choose
 from ddtree.errors import InvalidArgument
-from ddtree.tree import build_trees, useful_depth, useful_width
+from ddtree.tree import build_trees, useful_width
 from ddtree.types import AUTO_BUDGET, TreeBatch, TreeRequest
 from tests.oracles.brute_tree import all_nodes, best_nodes
 
@@ -95,11 +96,9 @@ def test_a_batch_gives_each_sequence_the_tree_it_gets_alone(cases: list[tuple[in
 
 @no_deadline
 @given(candidate_lists(max_depth=5, max_candidates=5), st.integers(0, 12))
-def test_candidates_beyond_the_useful_width_and_depth_change_nothing(
-    log_probs: list[list[float]], budget: int
-) -> None:
-    width, depth = useful_width(budget, len(log_probs)), useful_depth(budget)
-    narrow = [row[:width] for row in log_probs[:depth]]
+def test_candidates_beyond_the_useful_width_change_nothing(log_probs: list[list[float]], budget: int) -> None:
+    width = useful_width(budget, len(log_probs))
+    narrow = [row[:width] for row in log_probs[:budget]]
     whole = build_trees(make_request([log_probs], [budget]))
     cut = build_trees(make_request([narrow], [budget]))
     assert ranks_of(whole, 0) == ranks_of(cut, 0)
@@ -113,7 +112,6 @@ def test_useful_width_is_tight() -> None:
     assert ranks_of(build_trees(make_request([flat], [4])), 0)[-1] == (3,)
     assert useful_width(4, 1) == 4
     assert useful_width(4, 0) == 0
-    assert useful_depth(0) == 0
 
 
 @no_deadline
@@ -178,14 +176,17 @@ def test_automatic_budget_spends_what_choose_says_and_leaves_others_alone(
     budgets = [data.draw(st.sampled_from([AUTO_BUDGET, 0, 3])) for _ in lists]
     costs = np.cumsum(np.asarray(steps, dtype=np.float32))
     trees = build_trees(make_request(lists, budgets, costs=costs.tolist()))
-    fixed, open_nodes = [], []
+    wanted, open_nodes = [], []
     for index, (rows, budget) in enumerate(zip(lists, budgets, strict=True)):
         if budget == AUTO_BUDGET:
             open_nodes += [node.log_prob for node in all_nodes(as_float32(rows))]
         else:
-            nodes = best_nodes(as_float32(rows), budget)
-            assert ranks_of(trees, index) == [node.ranks for node in nodes]
-            fixed += [node.log_prob for node in nodes]
+            wanted += [(-node.log_prob, index, node.ranks) for node in best_nodes(as_float32(rows), budget)]
+    kept = sorted(wanted)[: max(0, len(costs) - len(lists))]  # no more rows than there are costs for
+    for index, budget in enumerate(budgets):
+        if budget != AUTO_BUDGET:
+            assert ranks_of(trees, index) == [ranks for _, owner, ranks in kept if owner == index]
+    fixed = [-cost for cost, _, _ in kept]
     ordered = np.exp(np.sort(np.asarray(open_nodes))[::-1])
     chosen = choose(ordered, len(lists), costs, np.exp(np.asarray(fixed))) if open_nodes else 0
     assert int(trees.counts.sum()) == len(fixed) + chosen
@@ -199,10 +200,40 @@ def test_fixed_nodes_take_rows_before_the_automatic_ones() -> None:
         assert trees.counts.tolist() == [fixed, 4 - fixed]
 
 
+def test_budgets_that_are_more_than_a_round_holds_share_what_it_holds() -> None:
+    sure, unsure = [[-0.01, -5.0]] * 4, [[-2.0, -2.1]] * 4
+    for rows, counts in ((2, [0, 0]), (5, [3, 0]), (6, [4, 0]), (9, [4, 3]), (20, [4, 4])):
+        request = make_request([sure, unsure], [4, 4], costs=[1.0] * rows)
+        assert build_trees(request).counts.tolist() == counts
+    assert build_trees(make_request([sure, unsure], [4, 4])).counts.tolist() == [4, 4], (
+        "without costs, no limit"
+    )
+
+
+def test_sequences_without_candidates_have_a_row_and_a_token_each() -> None:
+    sure, costs = [[-0.01, -9.0]] * 5, [10.0] * 6 + [1000.0] * 9
+    for others in range(5):
+        request = replace(make_request([sure], [AUTO_BUDGET], costs=costs), others=others)
+        assert build_trees(request).counts.tolist() == [5 - others]
+        limited = replace(make_request([sure], [4], costs=costs[:6]), others=others)
+        assert build_trees(limited).counts.tolist() == [min(4, 5 - others)]
+    # Beside three tokens that come anyway, half a token is worth less than what it costs.
+    costs = [10.0, 10.0, 10.0, 10.0, 12.0]
+    assert build_trees(make_request([[[-0.7]]], [AUTO_BUDGET], costs=[10.0, 12.0])).counts.tolist() == [1]
+    request = replace(make_request([[[-0.7]]], [AUTO_BUDGET], costs=costs), others=3)
+    assert build_trees(request).counts.tolist() == [0]
+
+
 def test_automatic_tree_grows_as_long_as_it_pays() -> None:
     wide = np.log(np.full((4, 5), 0.2)).tolist()
     trees = build_trees(make_request([wide], [AUTO_BUDGET], costs=[10.0] * 600))
     assert trees.counts.tolist() == [599]
+
+
+def test_no_automatic_tree_outgrows_its_limit() -> None:
+    wide, sure = [[-1.6, -1.7]] * 9, [[-0.01, -inf]] * 9
+    request = make_request([wide, sure, sure], [AUTO_BUDGET, AUTO_BUDGET, 9], costs=[10.0] * 600)
+    assert build_trees(replace(request, auto_limit=7)).counts.tolist() == [7, 7, 9]
 
 
 def test_automatic_chain_stays_a_chain() -> None:

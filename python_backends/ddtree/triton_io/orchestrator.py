@@ -251,6 +251,7 @@ class TritonPythonModel:
             text,
             scheduler=scheduler,
             feed_chunk=config.prefill_chunk,
+            max_step_nodes=config.max_step_nodes,
             observe=observability.observe,
         )
         observability.attach(stages, lambda: engine.is_idle)
