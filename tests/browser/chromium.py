@@ -62,7 +62,10 @@ def _bring(folder: Path) -> None:
         for name, place in (("al2023", "libraries"), ("swiftshader", "."), ("fonts", "fonts")):
             inner = io.BytesIO(brotli.decompress(_member(package, f"{name}.tar.br")))
             with tarfile.open(fileobj=inner) as files:
-                files.extractall(folder / place, filter="data")
+                # Early patch releases of 3.10 and 3.11 have no filters; the content is pinned.
+                if hasattr(tarfile, "data_filter"):
+                    files.extraction_filter = tarfile.data_filter
+                files.extractall(folder / place)  # noqa: S202
 
 
 def _npm(folder: Path) -> list[str]:
