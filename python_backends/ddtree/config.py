@@ -48,7 +48,7 @@ class ServingConfig:
     target: Path
     draft: Path
     topology: str = "bls"
-    # What runs the target; trtllm_chain: TensorRT-LLM's own DFlash chains. Neither has run on the real engine yet.
+    # What runs the target. trtllm, and its own chains, trtllm_chain, have not run on the real engine yet.
     engine: str = "torch"
     device: str = "auto"  # auto: CUDA when there is one
     dtype: str = "auto"  # auto: what the checkpoint says
