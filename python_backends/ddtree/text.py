@@ -101,6 +101,10 @@ class TextCodec:
                 f"messages cannot be rendered with the target's chat template ({error}); "
                 "check the roles and their order, or send the whole prompt as text_input"
             ) from error
+        if not _is_unicode(text):
+            raise InvalidArgument(
+                "chat_template_kwargs must be Unicode text, and have half of a surrogate pair; send it whole"
+            )
         # The template writes the beginning-of-text token itself.
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False, verbose=False)
         return ids

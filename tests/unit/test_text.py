@@ -8,8 +8,15 @@ from pathlib import Path
 import pytest
 
 from ddtree.errors import CheckpointError, InvalidArgument
-from ddtree.text import TextCodec, decode_utf8, parse_messages, read_stop_ids
+from ddtree.text import (
+    TextCodec,
+    decode_utf8,
+    parse_messages,
+    parse_template_variables,
+    read_stop_ids,
+)
 from tests.fakes import tokenizers
+from tests.fakes.tiny_models import make_target
 
 
 @pytest.fixture(scope="module")
@@ -157,3 +164,26 @@ def test_content_parts_are_joined_and_other_keys_kept() -> None:
 def test_messages_of_another_form_are_refused_where_they_break_it(text: str, complaint: str) -> None:
     with pytest.raises(InvalidArgument, match=complaint):
         parse_messages(text)
+
+
+def test_variables_reach_the_template_and_cannot_steer_the_renderer(tmp_path: Path) -> None:
+    codec = TextCodec.from_folder(make_target(tmp_path))
+    messages = [{"role": "user", "content": "hi"}]
+    assert codec.decode(codec.render_messages(messages, {"note": "psst "})) == "user: hi\npsst assistant:"
+    assert codec.render_messages(messages, {"other": 1}) == codec.render_messages(messages)
+    for name in ("tokenize", "add_generation_prompt", "chat_template", "tools", "messages"):
+        with pytest.raises(InvalidArgument, match=f"{name}|cannot be rendered"):
+            codec.render_messages(messages, {name: "x"})
+    with pytest.raises(InvalidArgument, match="Unicode"):
+        codec.render_messages(messages, {"note": "\ud83d"})
+
+
+def test_variables_are_an_object() -> None:
+    assert parse_template_variables('{"enable_thinking": false}') == {"enable_thinking": False}
+    for text, complaint in (
+        ("", "must be JSON"),
+        ("[" * 100_000, "must be JSON"),
+        ("[]", "must be an object"),
+    ):
+        with pytest.raises(InvalidArgument, match=f"chat_template_kwargs {complaint}"):
+            parse_template_variables(text)

@@ -104,6 +104,21 @@ def test_log_probs_are_kept_for_the_single_response() -> None:
     assert "top_log_probs" not in sent
 
 
+def test_bytes_of_tokens_come_beside_their_log_probs() -> None:
+    channel = RecordingChannel()
+    answer = Answer(
+        channel, ALL | {"output_token_bytes", "top_log_prob_bytes"}, token_bytes=lambda token: bytes([token])
+    )
+    params = GenerationParams(prompt_ids=(7,), stream=True, sampling=SamplingSpec(top_log_probs=2))
+    sink = answer.open_row(0, params, str)
+    sink.emit(with_log_probs(1, 2), STATS)
+    sink.emit(with_log_probs(reason="stop"), STATS)
+    first, last = channel.sent
+    assert first["output_token_bytes"] == [[b"\x01", b"\x02"]]
+    assert first["top_log_prob_bytes"] == [[[b"\x01", b"\x02"], [b"\x02", b"\x03"]]]
+    assert last["output_token_bytes"] == [[]]
+
+
 def test_nobody_gets_log_probs_unasked() -> None:
     channel = RecordingChannel()
     _, (sink,) = rows_of(channel, True)
