@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tritonclient.grpc import service_pb2
+from tritonclient.grpc import InferResult, service_pb2
 
+from ddtree_client import wire
 from ddtree_client.errors import InvalidRequestError
 from ddtree_client.types import GenerateOptions, TokenLogProbs
 from ddtree_client.wire import OPTION_INPUTS, Prompts, build_request, many_prompts, one_prompt, read_response
@@ -215,3 +216,27 @@ def test_broken_utf8_is_shown_not_raised() -> None:
     values = read_response(response(text_output=("BYTES", [1], struct.pack("<I", 2) + b"a\xff")))
     assert values is not None
     assert values.text == "a\ufffd"
+
+
+def test_a_traced_request_lists_all_outputs_that_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Who lists outputs gets no others.
+    read: set[str] = set()
+
+    class Recording(InferResult):  # type: ignore[misc]  # tritonclient has no types
+        def as_numpy(self, name: str) -> Any:
+            read.add(name)
+            return super().as_numpy(name)
+
+    monkeypatch.setattr(wire, "InferResult", Recording)
+    response = service_pb2.ModelInferResponse(model_name="ddtree")
+    response.outputs.add(name="batch_index", datatype="INT32", shape=[1])
+    response.raw_output_contents.append(b"\x00\x00\x00\x00")
+    assert read_response(response) is not None
+
+    def outputs_of(options: GenerateOptions) -> set[str]:
+        prompts = one_prompt("hi", None, None)
+        request = build_request(model="ddtree", request_id="1", prompts=prompts, options=options)
+        return {output.name for output in request.outputs}
+
+    assert outputs_of({"trace": True}) == read
+    assert outputs_of({"trace": False}) == outputs_of({}) == set()
