@@ -15,7 +15,7 @@ import torch
 from ddtree import assembly
 from ddtree.config import ServingConfig
 from ddtree.engine import Engine
-from ddtree.events import Event, PrefixHit, StageCalled
+from ddtree.events import Event, PrefixHit, RoundDone, StageCalled
 from ddtree.params import GenerationParams
 from ddtree.sampling_spec import Grammar, SamplingSpec
 from ddtree.stages.in_process import InProcessStages
@@ -25,6 +25,7 @@ from tests.fakes.pipeline import generate_all, make_oracle, make_verifier, runni
 from tests.fakes.recording_drafter import RecordingDrafter
 from tests.fakes.target_families import make_family
 from tests.fakes.tiny_models import EOS_ID, make_draft
+from tests.integration.stage_faults import ForgetfulVerifier
 
 PAGE = 16
 PROMPT = tuple(b"You are a helpful machine. Answer in one line, please: what is it?")  # 66 ids
@@ -136,6 +137,46 @@ async def test_a_conversation_goes_on_from_its_answer(tiny_target: Path, name: s
     assert_same(
         hit, (await run_alone(make_verifier(tiny_target), tiny_target, request(CASES[name], turn)))[0]
     )
+
+
+@pytest.mark.parametrize("name", ["greedy", "penalties", "grammar"])
+async def test_a_lost_session_comes_back_from_its_own_pages(tiny_target: Path, name: str) -> None:
+    """Prompt and answer: the sampler counts, and the grammar follows, what is not read again."""
+    params = request(CASES[name])
+    expected, _, _ = await run_alone(make_verifier(tiny_target), tiny_target, params)
+    verifier = make_verifier(tiny_target)
+    verifier.__class__ = ForgetfulVerifier
+    rounds = 0
+
+    def is_forgetful() -> bool:
+        nonlocal rounds
+        rounds += 1
+        return rounds in (1, 6)
+
+    verifier.is_forgetful = is_forgetful  # type: ignore[attr-defined]
+    sink, listener, _ = await run_alone(verifier, tiny_target, params)
+    assert sink.token_ids == expected.token_ids
+    assert len(listener.hits) == 2
+    assert listener.hits[0] == 4 * PAGE <= listener.hits[1]
+    assert listener.calls.count("read_features") >= 2 * 4 * PAGE // 8
+
+
+@pytest.mark.parametrize("name", ["greedy", "sampled"])
+async def test_a_drafter_that_is_lost_after_a_hit(tiny_target: Path, name: str) -> None:
+    verifier, params = make_verifier(tiny_target), request(CASES[name])
+    expected, _, _ = await run_alone(verifier, tiny_target, params)
+    oracle = make_oracle(tiny_target, noise=0.5)
+    rounds = 0
+
+    def lose(event: Event) -> None:
+        nonlocal rounds
+        rounds += isinstance(event, RoundDone)
+        oracle.lose_next = oracle.lose_next or (rounds in (1, 4) and isinstance(event, RoundDone))
+
+    async with running_engine(verifier, oracle, tiny_target, observe=lose) as engine:
+        (sink,) = await generate_all(engine, [params])
+    assert rounds > 4
+    assert sink.token_ids == expected.token_ids
 
 
 @pytest.mark.parametrize("family", ["gemma3", "gpt-oss"])

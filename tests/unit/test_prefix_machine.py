@@ -49,7 +49,8 @@ class PrefixMachine(RuleBasedStateMachine):
         budget = SHAPE.bytes_per_slot * SIZE * NUM_PAGES
         self.pool = KvPool(SHAPE, budget_bytes=budget, page_size=SIZE, device=torch.device("cpu"))
         self.clock = Clock()
-        self.table = SessionTable(self.pool, ttl_s=10, keys=PageKeys("draft", SIZE), clock=self.clock)
+        self.keys = PageKeys("draft", SIZE)
+        self.table = SessionTable(self.pool, ttl_s=10, keys=self.keys, clock=self.clock)
         self.model = PageModel(NUM_PAGES, SIZE)
         self.next_session = 0
 
@@ -141,6 +142,13 @@ class PrefixMachine(RuleBasedStateMachine):
         self.table.check_integrity()
         assert sorted(each.session_id for each in self.table) == sorted(self.model.sessions)
         assert (self.pool.pages_used, self.pool.pages_cached) == (self.model.used, len(self.model.cached))
+
+    @invariant()
+    def what_can_be_found_is_what_was_not_evicted(self) -> None:
+        for salt, ids in self.model.holders:
+            key = self.keys.begin(salt).push(ids)[-1]
+            assert self.pool.table.find(key) is not None, f"{ids} was evicted before its time"
+        assert len(self.pool.table._by_key) == len(self.model.holders)
 
     @invariant()
     def contents_are_of_the_session(self) -> None:
