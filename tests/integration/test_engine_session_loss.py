@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from ddtree.errors import Unavailable
+from ddtree.live import DraftContext
 from ddtree.params import GenerationParams
 from ddtree.verify import TargetVerifier
 from tests.fakes.collecting_sink import CollectingSink
@@ -126,9 +127,43 @@ async def test_a_verifier_that_always_forgets_ends_with_unavailable(
             prefills += name == "prefill"
 
         world.stages.before = count
-        with pytest.raises(Unavailable, match="lost the session 4 times in a row; retry in [0-9]+ s"):
+        with pytest.raises(Unavailable, match=r"lost the session 4 times in a row; retry in \d+ s"):
             await world.engine.generate(request(prompt), CollectingSink())
         assert prefills <= 4 * 5
         verifier.__class__ = TargetVerifier
         (sink,) = await generate_all(world.engine, [request(SHORT)])
         assert sink.token_ids == reference_of(tiny_reference, request(SHORT))
+
+
+async def test_losses_with_rounds_in_between_are_no_reason_to_give_up(
+    tiny_target: Path, tiny_reference: GreedyReference
+) -> None:
+    verifier = forget(make_verifier(tiny_target), ForgetfulVerifier)
+    async with world_of(tiny_target, verifier=verifier) as world:
+        rounds = 0
+
+        def is_forgetful() -> bool:
+            nonlocal rounds
+            rounds += 1
+            return rounds % 3 == 0
+
+        verifier.is_forgetful = is_forgetful  # type: ignore[attr-defined]
+        params = request(LONG, 40, budget=0)
+        (sink,) = await generate_all(world.engine, [params])
+        assert sink.token_ids == reference_of(tiny_reference, params)
+        assert rounds // 3 > 4, "it was lost more often than may be in a row"
+
+
+def test_a_drafters_losses_are_counted_while_it_does_not_hold() -> None:
+    draft = DraftContext(is_wanted=True)
+    for _ in range(3):
+        draft.lose()
+        draft.forget()
+    assert draft.losses == 3
+    draft.drafts += 15
+    draft.lose()
+    assert draft.losses == 4
+    draft.forget()
+    draft.drafts += 16
+    draft.lose()
+    assert draft.losses == 1

@@ -89,6 +89,8 @@ def test_from_a_triton_configuration() -> None:
         ({"session_ttl_s": "0"}, "session_ttl_s must be at least 1"),
         ({"threads": "-1"}, "threads must not be negative, got -1"),
         ({"max_waiting": "-1"}, "max_waiting must not be negative, got -1"),
+        ({"queue_timeout_ms": "-1"}, "queue_timeout_ms must not be negative, got -1"),
+        ({"max_step_nodes": "0"}, "max_step_nodes must be at least 1, got 0"),
         ({"topology": "ensemble"}, "topology must be one of bls, in_process, got 'ensemble'"),
         ({"prefix_cache": "maybe"}, "prefix_cache must be true or false, got 'maybe'"),
         ({"dtype": "int8"}, "dtype must be one of auto, bfloat16, float16, float32, got 'int8'"),

@@ -35,9 +35,11 @@ class WatchedCodec(TextCodec):
         self.encoded += 1
         return super().encode(text)
 
-    def render_messages(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    def render_messages(
+        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] | None = None
+    ) -> list[int]:
         self.encoded += 1
-        return super().render_messages(messages)
+        return super().render_messages(messages, variables)
 
 
 @pytest.fixture
@@ -113,6 +115,25 @@ def test_the_context_may_be_filled_to_the_last_token(codec: WatchedCodec) -> Non
     assert check(codec, input_ids=[5] * 60, max_tokens=4).max_tokens == 4
 
 
+@pytest.mark.parametrize(
+    ("deadline_ms", "timeout_us", "expected"),
+    [
+        (None, None, 0),
+        (None, 0, 0),  # how a transport without a timeout says so
+        (1500, None, 1500),
+        (1500, 0, 1500),
+        (None, 2_000_001, 2001),
+        (1500, 2_000_000, 1500),
+        (3000, 2_000_000, 2000),
+        (None, 1, 1),
+    ],
+)
+def test_the_earlier_of_deadline_and_transports_timeout_counts(
+    codec: WatchedCodec, deadline_ms: int | None, timeout_us: int | None, expected: int
+) -> None:
+    assert check(codec, deadline_ms=deadline_ms, timeout_us=timeout_us).deadline_ms == expected
+
+
 MESSAGE = b'[{"role": "user", "content": "a"}]'
 REFUSED = [
     ({"text_input": b""}, "text_input must not be empty"),
@@ -130,6 +151,8 @@ REFUSED = [
         {"text_input": b"a" * 10_000_000},
         "text_input may have 1000 bytes at most.*got 10000000; shorten the prompt",
     ),
+    ({"deadline_ms": 0}, "deadline_ms must be above 0, got 0; leave it out"),
+    ({"deadline_ms": -5}, "deadline_ms must be above 0, got -5; leave it out"),
     ({"messages": b"[" * 1001}, "messages may have 1000 bytes at most"),
     ({"input_ids": [5] * 60, "max_tokens": 5}, "60 tokens and max_tokens of 5 do not fit the context of 64"),
     ({"input_ids": [5] * 49}, "49 tokens and max_tokens of 16 do not fit the context of 64"),
