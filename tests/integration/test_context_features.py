@@ -14,8 +14,14 @@ from tests.fakes.recording_drafter import RecordingDrafter
 from tests.fakes.tiny_models import EOS_ID, TAPS, make_target
 
 
-@pytest.mark.parametrize("prefill_chunk", [3, 64])
-async def test_features_are_those_of_a_plain_forward(tmp_path: Path, prefill_chunk: int) -> None:
+@pytest.mark.parametrize(
+    ("prefill_chunk", "lengths"),
+    [(3, (1, 10, 41)), (64, (1, 10, 41)), (24, tuple(range(2, 34, 2)))],
+    ids=["many chunks", "one chunk", "sixteen at once"],
+)
+async def test_features_are_those_of_a_plain_forward(
+    tmp_path: Path, prefill_chunk: int, lengths: tuple[int, ...]
+) -> None:
     """Of every chunk of the prompt, and of accepted paths wherever in their trees they stood.
 
     A feature of the wrong row fails nothing: the draft is only accepted less. So each one is compared.
@@ -31,7 +37,7 @@ async def test_features_are_those_of_a_plain_forward(tmp_path: Path, prefill_chu
             tree_budget=20,
             stop_ids=frozenset({EOS_ID}),
         )
-        for length in (1, 10, 41)
+        for length in lengths
     ]
     async with running_engine(verifier, drafter, folder, prefill_chunk=prefill_chunk) as engine:
         sinks = await generate_all(engine, requests)

@@ -131,3 +131,33 @@ async def test_a_round_never_verifies_more_nodes_than_a_step_may(mode: DraftMode
         await engine.stop()
         assert max(stages.rows) <= 132
         assert max(stages.rows) > 100, "and it does use them"
+
+
+async def test_a_drafter_that_becomes_slow_with_the_context_is_left_alone() -> None:
+    """A public report: slower than plain decoding from some context on. Here a draft's time grows to fifty-fold."""
+    speeds = []
+    for mode in ("tree", "off"):
+        stages = VirtualStages(GPU)
+        stages.machine = replace(
+            GPU, draft_ms=lambda _, stages=stages: 1.5 * min(50.0, 1 + 20 * stages.clock())
+        )
+        engine = await engine_of(stages)
+        params = replace(PARAMS, prompt_ids=(50, 1, 2), draft_mode=mode, max_tokens=600)
+        await engine.generate(params, CollectingSink())
+        await engine.stop()
+        speeds.append(600 / stages.clock())
+    assert speeds[0] >= 0.95 * speeds[1], speeds
+
+
+@pytest.mark.parametrize("mode", ["tree", "chain", "off"])
+async def test_as_many_sequences_decode_together_as_there_are_places(mode: DraftMode) -> None:
+    """Public reports: speculation silently caps how many run at once, or falls back to one at a time."""
+    sizes: list[int] = []
+
+    def observe(event: events.Event) -> None:
+        if isinstance(event, events.RoundDone):
+            sizes.append(len(event.batch))
+
+    await tokens_per_s(GPU, mode, (60,), 32, observe=observe)
+    assert sizes[0] == 32
+    assert np.median(sizes) >= 30
