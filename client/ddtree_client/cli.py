@@ -24,6 +24,7 @@ from ddtree_client.cli_options import (
     given_options,
     open_client,
     prompt_arguments,
+    refuse_drafts_as_json,
     result_object,
     show_drafts_option,
     stats_line,
@@ -53,12 +54,13 @@ def generate(
     prompt: str, *, as_chat: bool, show_stats: bool, show_drafts: bool, as_json: bool, **values: Any
 ) -> None:
     """Answer PROMPT (- reads stdin), printed as it is generated."""
+    refuse_drafts_as_json(show_drafts=show_drafts, as_json=as_json)
     if prompt == "-":
         prompt = sys.stdin.read()
     options = given_options(values)
     look = look_of_stdout()
     painter = DraftPainter(look)
-    if show_drafts and not as_json:
+    if show_drafts:
         options["trace"] = True
         click.echo(LEGENDS[look], err=True)
     with open_client(values) as client:

@@ -19,6 +19,7 @@ from ddtree_client.cli_options import (
     generation_options,
     given_options,
     open_client,
+    refuse_drafts_as_json,
     result_object,
     show_drafts_option,
     stats_line,
@@ -131,6 +132,7 @@ class Terminal:
 @connection_options
 def chat(*, system: str | None, show_stats: bool, show_drafts: bool, as_json: bool, **values: Any) -> None:
     """Talk with the model. With --json, or when stdin is not a terminal: one turn per line of stdin."""
+    refuse_drafts_as_json(show_drafts=show_drafts, as_json=as_json)
     options = given_options(values)
     conversation = Conversation(system)
     with open_client(values) as client:
@@ -156,7 +158,7 @@ def _answer_line(
     as_json: bool,
     drafts: bool,
 ) -> None:
-    if drafts and not as_json:
+    if drafts:
         options = {**options, "trace": True}
     painter = DraftPainter(look_of_stdout())
     stream = client.stream(messages=conversation.messages(question), **options)

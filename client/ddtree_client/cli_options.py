@@ -133,8 +133,14 @@ def generation_options(function: _Function) -> _Function:
 
 def show_drafts_option(function: _Function) -> _Function:
     """Adds --show-drafts."""
-    text = "Mark which tokens were drafted and accepted, and which are the target's own. Not with --json."
+    text = "Mark which tokens were drafted and accepted, and which are the target's own."
     return click.option("--show-drafts", is_flag=True, help=text)(function)
+
+
+def refuse_drafts_as_json(*, show_drafts: bool, as_json: bool) -> None:
+    """Raises click.UsageError for both at once."""
+    if show_drafts and as_json:
+        raise click.UsageError("--show-drafts is for people; for programs there is ddtree trace --json FILE")
 
 
 def open_client(values: Mapping[str, Any]) -> Client:

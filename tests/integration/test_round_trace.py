@@ -13,11 +13,14 @@ import torch
 from ddtree.live import DraftContext, Live
 from ddtree.params import DraftMode, GenerationParams
 from ddtree.round_trace import SequenceTrace, follow, note_round, path_probabilities
+from ddtree.sampling_spec import Grammar, SamplingSpec
 from ddtree.sequence import Sequence
 from ddtree.text import TextCodec
 from ddtree.types import AUTO_BUDGET, DraftResult
 from tests.fakes.collecting_sink import CollectingSink
+from tests.fakes.ngram_drafter import NgramDrafter
 from tests.fakes.pipeline import make_oracle, make_verifier, running_engine
+from tests.fakes.tiny_models import BLOCK_SIZE
 from tests.integration.stage_faults import until, world_of
 
 PROMPT = tuple(b"What does the tree look like?")
@@ -105,6 +108,23 @@ async def test_a_lost_drafter_is_told(tiny_target: Path) -> None:
     reasons = [each["drafting"] for each in rounds_of(sink)]
     assert reasons.count("drafter_lost") == 1
     assert reasons[-2] == "drafted"
+
+
+async def test_nodes_that_a_grammar_forbids_were_drafted_and_not_verified(tiny_target: Path) -> None:
+    sampling = SamplingSpec(grammar=Grammar("regex", "([ab]{4} )+"))
+    wanted = GenerationParams(PROMPT, max_tokens=40, tree_budget=24, sampling=sampling, ignore_eos=True)
+    codec = TextCodec.from_folder(tiny_target)
+    sample = codec.encode("aaaa bbbb abab aabb abba x y z ")
+    drafter = NgramDrafter(sample, block_size=BLOCK_SIZE, draft_hash="tiny")
+    sink = CollectingSink(trace=SequenceTrace(codec))
+    async with running_engine(make_verifier(tiny_target), drafter, tiny_target) as engine:
+        await engine.generate(wanted, sink)
+    rounds = rounds_of(sink)
+    assert any(each["nodes_verified"] < len(each["nodes"]["ids"]) for each in rounds)
+    assert any(each["accepted_path"] for each in rounds)
+    for each in rounds:
+        path, nodes = each["accepted_path"], each["nodes"]
+        assert [nodes["ids"][node - 1] for node in path] == each["emitted"]["ids"][: len(path)]
 
 
 def test_nothing_is_looked_at_where_nobody_traces() -> None:

@@ -80,6 +80,9 @@ def test_drafts_are_marked_and_the_text_is_the_same(oracle_server: OracleServer)
 def test_a_trace_must_go_somewhere(oracle_server: OracleServer) -> None:
     done = ddtree(oracle_server, "trace", "hi", exit_code=2)
     assert "--html FILE, --json FILE or both" in done.stderr
+    for command in (("generate", "hi"), ("chat",)):
+        done = ddtree(oracle_server, *command, "--json", "--show-drafts", exit_code=2)
+        assert "for programs there is ddtree trace" in done.stderr
 
 
 def test_tuning_on_a_real_server(oracle_server: OracleServer, tmp_path: Path) -> None:
