@@ -30,6 +30,7 @@ from ddtree_client.cli_options import (
 )
 from ddtree_client.client import Client
 from ddtree_client.tune import (
+    FEW_PASSES,
     Measured,
     NotEnoughTimeError,
     Setting,
@@ -145,7 +146,7 @@ def _measure(
             )  # fmt: skip
         except NotEnoughTimeError as error:
             raise click.ClickException(str(error)) from None
-        progress.update(task, completed=minutes * 60, description=f"{len(passes)} passes")
+        progress.update(task, completed=minutes * 60, description=f"passes: {len(passes)}")
     return evaluate(passes, refused)
 
 
@@ -200,6 +201,11 @@ def parameters(variant: Variant) -> dict[str, Any]:
 def _print(tuning: Tuning) -> None:
     console = Console()
     console.print(tuning_table(tuning))
+    if tuning.passes < FEW_PASSES:
+        click.echo(
+            f"Only {tuning.passes} of the {FEW_PASSES} passes that tell a slow moment from a slow setting: "
+            "give more --minutes."
+        )
     for label, reason in tuning.refused.items():
         click.echo(f"{label}: refused by the server: {reason}")
     for one in tuning.recommendations:
@@ -213,7 +219,9 @@ def _print(tuning: Tuning) -> None:
 
 def tuning_table(tuning: Tuning) -> Table:
     """The settings for people."""
-    title = f"medians of {tuning.passes} passes; ★ nothing is better at both speed and time between tokens"
+    title = (
+        f"medians over passes ({tuning.passes}); ★ nothing is better at both speed and time between tokens"
+    )
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, collapse_padding=True)
     table.add_column("\nsetting", no_wrap=True)
     headings = ("\ntokens/s", "against\noff", "ms a\ntoken", "inter-\ntoken p95", "acceptance\nlength", "\n")

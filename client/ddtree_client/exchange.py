@@ -35,6 +35,7 @@ class _Row:
     rounds: int = 0
     accepted_draft_tokens: int = 0
     draft_tokens: int = 0
+    warning: str = ""
 
     def add(self, values: ResponseValues, now_s: float) -> None:
         new_tokens = len(values.token_ids) if values.output_tokens is None else values.output_tokens
@@ -47,6 +48,7 @@ class _Row:
         if self.first_token_s is None and new_tokens > 0:
             self.first_token_s, self.first_chunk_tokens = now_s, new_tokens
         self.finish_reason = values.finish_reason or self.finish_reason
+        self.warning = values.warning or self.warning
         # Counters are cumulative and may come late or more than once: the newest counts.
         self.input_tokens = _newest(values.input_tokens, self.input_tokens)
         self.rounds = _newest(values.rounds, self.rounds)
@@ -70,6 +72,7 @@ class _Row:
             ),
             log_probs=tuple(self.log_probs),
             trace=tuple(self.trace),
+            warning=self.warning,
         )
 
 

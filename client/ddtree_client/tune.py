@@ -21,7 +21,7 @@ from ddtree_client.types import GenerateOptions
 
 _TOLERANCE = 0.03  # what nobody would notice
 _OFTEN = 1 / 3  # who is ahead in so many passes is not clearly behind
-_LEAST_PASSES = 3  # for that
+FEW_PASSES = 3  # from so many on a slow moment shows
 _WARM_UP_TOKENS = 8
 
 
@@ -261,7 +261,7 @@ def _is_behind(one: Measured, top: Measured, score: Callable[[Point], float]) ->
         return False
     pairs = list(zip(one.points, top.points, strict=False))
     wins = sum(score(own) >= score(other) for own, other in pairs)
-    return len(pairs) < _LEAST_PASSES or wins < len(pairs) * _OFTEN
+    return len(pairs) < FEW_PASSES or wins < len(pairs) * _OFTEN
 
 
 def _complexity(variant: Variant) -> tuple[int, int]:

@@ -144,7 +144,7 @@ class Stats:
 
 @dataclass(frozen=True)
 class Result:
-    """A complete answer."""
+    """A complete answer; ``warning`` is what the server says about its speed, mostly nothing."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -152,3 +152,4 @@ class Result:
     stats: Stats
     log_probs: tuple[TokenLogProbs, ...] = ()  # one per token id, when asked for
     trace: tuple[TracedRound, ...] = ()  # the rounds it is made of, when asked for
+    warning: str = ""

@@ -69,7 +69,7 @@ _TRACED_OUTPUTS = (
     "batch_index", "sequence_index", "text_output", "output_ids", "finish_reason", "num_output_tokens",
     "num_input_tokens", "num_rounds", "total_accepted_draft_tokens", "total_draft_tokens",
     "output_log_probs", "drawn_log_probs", "top_log_prob_ids", "top_log_probs", "output_token_bytes",
-    "top_log_prob_bytes", "trace",
+    "top_log_prob_bytes", "warning", "trace",
 )  # fmt: skip
 
 # Always on: chunks as they are made, without the prompt, with what the statistics need.
@@ -107,6 +107,7 @@ class ResponseValues:
     draft_tokens: int | None
     log_probs: tuple[TokenLogProbs, ...] = ()
     trace: tuple[TracedRound, ...] = ()
+    warning: str = ""
 
 
 def one_prompt(
@@ -194,6 +195,7 @@ def read_response(response: Any) -> ResponseValues | None:
         rounds=_integer(result, "num_rounds"),
         accepted_draft_tokens=_integer(result, "total_accepted_draft_tokens"),
         draft_tokens=_integer(result, "total_draft_tokens"),
+        warning=_text(result, "warning"),
         log_probs=_log_probs(result),
         trace=tuple(json.loads(each) for each in _flat(result, "trace").tolist()),
     )

@@ -121,10 +121,12 @@ class GenerationResponse(Response):
 
     def _numbers(self, rounds: Rounds) -> dict[str, Any]:
         results = self._generation.results
-        return {
+        numbers = {
             "usage": usage_of(results, self._order.sequences),
             "metrics": {"speculative_decoding": rounds.speculative_decoding(results)},
         }
+        warnings = list(dict.fromkeys(result.warning for result in results if result.warning))
+        return {**numbers, "warnings": warnings} if warnings else numbers
 
 
 def _stopped() -> RequestCancelledError:

@@ -32,6 +32,7 @@ class TextCodec:
         self._ids = frozenset(vocabulary.values())
         self._byte_ids = frozenset(i for token, i in vocabulary.items() if _BYTE_TOKEN.fullmatch(token))
         self.token_bytes = TokenBytes(tokenizer)
+        self.chat_template = str(tokenizer.chat_template or "")
 
     @classmethod
     def from_folder(cls, folder: Path) -> TextCodec:

@@ -48,7 +48,7 @@ def _stack(
     for place, value in zip(places, values, strict=True):
         inside = tuple(slice(length) for length in value.shape)
         # The dots make it a view: a single place would take the array itself for its object.
-        whole[(*place, *inside, ...)] = value
+        whole[place + inside + (...,)] = value
     return whole
 
 

@@ -33,6 +33,7 @@ from ddtree.stages.base import Stages
 from ddtree.stages.bls import BlsStages
 from ddtree.stages.patience import PatienceLimits, PatientCall
 from ddtree.text import TextCodec
+from ddtree.thinking import ThinkingAdvice
 from ddtree.triton_io.bls_call import call_stage
 from ddtree.triton_io.observability import Observability
 from ddtree.triton_io.requests import parse
@@ -86,8 +87,10 @@ class Orchestrator:
         observability: Observability | None = None,
         outputs: frozenset[str] = frozenset(),
         gate: DrainGate | None = None,
+        thinking: ThinkingAdvice | None = None,
     ) -> None:
         """Take the engine and `outputs`, the names a request asks for that lists none: all declared ones."""
+        self._thinking = thinking
         self._gate = gate or DrainGate(None)
         self._engine = engine
         self._text = text
@@ -146,6 +149,7 @@ class Orchestrator:
                 ended = RequestEnded(watch, "stop_order")
             else:
                 self._gate.check()
+                answer.warning = self._thinking.about(parsed.rows) if self._thinking else ""
                 await self._generate(request_id, parsed.rows, answer, watch)
                 if answer.cancelled_by:
                     ended = RequestEnded(watch, "cancelled", answer.cancelled_by)
@@ -256,7 +260,12 @@ class TritonPythonModel:
         )
         observability.attach(stages, lambda: engine.is_idle)
         self._orchestrator = Orchestrator(
-            engine, text, observability, _output_names(args), DrainGate(config.drain_file)
+            engine,
+            text,
+            observability,
+            _output_names(args),
+            DrainGate(config.drain_file),
+            ThinkingAdvice(config.draft, text.chat_template),
         )
 
     async def execute(self, requests: Sequence[Any]) -> None:

@@ -57,6 +57,7 @@ class Answer:
         """
         self._channel = channel
         self.token_bytes = token_bytes
+        self.warning = ""  # for the caller; goes with each row's last response
         self._wanted = wanted
         self._trace_decoder = trace_decoder
         self._open_rows = 0
@@ -109,6 +110,8 @@ class Answer:
         wanted = {name: array for name, array in outputs.items() if name in self._wanted}
         self._channel.send(wanted, is_final=is_final)
         # Only now: an answer whose last response could not be made is not over, and owes its caller an error.
+        if self.warning and is_last_of_row:
+            outputs = outputs | _text("warning", self.warning)
         self._open_rows -= is_last_of_row
         self._is_over = is_final
 

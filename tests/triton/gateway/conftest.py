@@ -31,6 +31,7 @@ def tiny_server(
         tmp_path_factory.mktemp("gateway") / "models", project_root / "model_repository", "in_process"
     )
     shutil.copytree(project_root / "model_repository_unary" / "ddtree_unary", repository / "ddtree_unary")
+    (tiny_pair.draft / "README.md").write_text("Trained with `enable_thinking=False`.")
     triton = LocalTriton(
         repository,
         load_models=["ddtree", "ddtree_unary"],

@@ -201,6 +201,18 @@ def test_a_deadline_ends_an_answer_with_what_there_is(openai_client: OpenAI) -> 
     assert answer.choices[0].finish_reason == "length"  # the API has no nearer word
 
 
+def test_thinking_with_a_drafter_that_never_thought_is_pointed_out(openai_client: OpenAI) -> None:
+    def ask(**variables: Any) -> Any:
+        extra = {"chat_template_kwargs": variables}
+        return openai_client.chat.completions.create(
+            model=MODEL, messages=MESSAGES, max_tokens=2, n=2, extra_body=extra
+        )
+
+    (warning,) = ask().warnings
+    assert "trained without thinking" in warning
+    assert "warnings" not in ask(enable_thinking=False).model_extra
+
+
 def test_models_are_listed(openai_client: OpenAI) -> None:
     assert [model.id for model in openai_client.models.list()] == [MODEL]
     assert openai_client.models.retrieve(MODEL).owned_by == "ddtree"

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.triton
 
 CHAT = {"model": "ddtree", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 12, "seed": 1}
 TEXT = {"model": "ddtree", "prompt": "Hi", "max_tokens": 12, "seed": 1}
-EXTENSIONS = {"metrics"}  # at the root, where vLLM has it and aiperf reads it
+EXTENSIONS = {"metrics", "warnings"}  # at the root, where vLLM has the first and aiperf reads it
 
 
 def assert_is(kind: type[BaseModel], value: dict[str, Any]) -> None:

@@ -38,6 +38,10 @@ class ScriptedStream:
     result: Result = RESULT
     closed: list[bool] = field(default_factory=list)
 
+    @property
+    def results(self) -> tuple[Result, ...]:
+        return (self.result,)
+
     def __iter__(self) -> Iterator[Chunk]:
         try:
             yield from map(chunk, self.sizes)
