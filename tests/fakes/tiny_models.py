@@ -58,7 +58,8 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     fast.add_special_tokens({"additional_special_tokens": ["<mask>"]})
     fast.chat_template = (
         "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
-        "{% if add_generation_prompt %}{{ note }}{% if enable_thinking is false %}{% endif %}assistant:{% endif %}"
+        "{% if enable_thinking is false %}{% endif %}"
+        "{% if add_generation_prompt %}{{ note }}assistant:{% endif %}"
     )
     return fast
 
