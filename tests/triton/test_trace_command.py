@@ -102,4 +102,5 @@ def test_tuning_on_a_real_server(oracle_server: OracleServer, tmp_path: Path) ->
     assert any(each["is_pareto"] for each in found["settings"])
     assert {each["setting"] for each in found["recommendations"]} <= set(labels)
     assert "For both:" in done.stdout
+    assert ("of the 3 passes" in done.stdout) == (found["passes"] < 3)
     assert (tmp_path / "found.png").read_bytes().startswith(b"\x89PNG")
