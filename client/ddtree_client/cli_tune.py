@@ -219,9 +219,7 @@ def _print(tuning: Tuning) -> None:
 
 def tuning_table(tuning: Tuning) -> Table:
     """The settings for people."""
-    title = (
-        f"medians over passes ({tuning.passes}); ★ nothing is better at both speed and time between tokens"
-    )
+    title = f"medians over passes ({tuning.passes}); ★ nothing is better in both speed and ms a token"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, collapse_padding=True)
     table.add_column("\nsetting", no_wrap=True)
     headings = ("\ntokens/s", "against\noff", "ms a\ntoken", "inter-\ntoken p95", "acceptance\nlength", "\n")

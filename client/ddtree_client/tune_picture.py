@@ -52,9 +52,7 @@ def draw(tuning: Tuning, path: Path) -> None:
     )  # fmt: skip
     axes.set_xlabel("ms between tokens of one answer (left is better)")
     axes.set_ylabel("tokens/s of all answers together (up is better)")
-    axes.set_title(
-        f"medians over passes ({tuning.passes}); the small numbers are requests under way at a time"
-    )
+    axes.set_title(f"medians over passes ({tuning.passes}); small numbers: requests under way at a time")
     axes.set_xlim(left=0)
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
