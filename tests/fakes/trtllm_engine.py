@@ -201,6 +201,7 @@ class FakeModel:
         return self
 
     def load_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
+        assert {tensor.dtype for tensor in weights.values()} == {self.config.dtype}
         self.llama = LlamaForCausalLM(self.config).eval()
         self.llama.load_state_dict(weights)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -206,6 +208,15 @@ def test_late_siblings_over_block_boundaries_leave_the_right_cache(
         assert got.bonus_tokens.tolist() == expected.bonus_tokens.tolist()
         torch.testing.assert_close(got.features, expected.features, atol=1e-4, rtol=1e-4)
     engine.check_integrity()
+
+
+def test_the_model_is_built_in_the_asked_dtype_whatever_the_checkpoint_says(
+    folder: Path, tmp_path: Path
+) -> None:
+    other = shutil.copytree(folder, tmp_path / "target")
+    values = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(values | {"dtype": "bfloat16"}))
+    assert load(other, FakeLibrary(NEWEST)).dtype == torch.float32
 
 
 def test_taps_come_in_the_drafters_order(folder: Path) -> None:

@@ -6,7 +6,7 @@ import json
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -102,6 +102,12 @@ def test_a_gpu_without_tree_attention_falls_back_too(config: ServingConfig, libr
     assert "no tree attention for this GPU" in verifier.info().fallback
 
 
+def test_the_chain_can_be_asked_for(config: ServingConfig) -> None:
+    verifier = load(replace(config, engine="trtllm_chain"), FakeLibrary(NEWEST))
+    assert isinstance(verifier, NativeChainVerifier)
+    assert verifier.info().fallback == "engine trtllm_chain asks for its own chains"
+
+
 def test_trees_that_are_wrong_fall_back_too(config: ServingConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ddtree.trtllm.pool.EnginePool.move", lambda *_: None)
     verifier = load(config, FakeLibrary(NEWEST))
@@ -119,7 +125,7 @@ def test_without_the_package_nothing_is_loaded(config: ServingConfig) -> None:
 def test_the_topology_must_leave_the_engine_a_process(config: ServingConfig) -> None:
     with pytest.raises(ConfigError, match="topology must be bls with engine trtllm, got in_process"):
         ServingConfig(config.target, config.draft, engine="trtllm", topology="in_process")
-    with pytest.raises(ConfigError, match="engine must be one of torch, trtllm, got 'vllm'"):
+    with pytest.raises(ConfigError, match="engine must be one of torch, trtllm, trtllm_chain, got 'vllm'"):
         ServingConfig(config.target, config.draft, engine="vllm")
 
 

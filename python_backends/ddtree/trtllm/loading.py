@@ -43,6 +43,7 @@ def load_engine_target(
     library = open_library(TREE, importer)
     config = loading.read_target_config(folder)
     resolved = loading.resolve_dtype(dtype, config)
+    config.dtype = resolved  # the engine builds its layers in what the configuration says
     _check_target(config, page_size, max_nodes)
     sizes = _sizes(config, dtype=resolved, device=device, taps=taps, max_nodes=max_nodes, page_size=page_size)
     engine = TreeEngine(library, sizes)

@@ -105,8 +105,7 @@ def _tree(right: Sequence[int], vocab_size: int, source: random.Random) -> TreeB
         parents += [parent] * len(level)
         depths += [depth] * len(level)
         parent = len(tokens)
-    rows = [torch.tensor([values], dtype=torch.int32) for values in (tokens, parents, depths)]
-    return TreeBatch(*rows, _int32([len(tokens)]))
+    return TreeBatch(_int32(tokens)[None], _int32(parents)[None], _int32(depths)[None], _int32([len(tokens)]))
 
 
 def _session(length: int) -> SessionBatch:
