@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from ddtree.params import DraftMode, GenerationParams
 from ddtree.scheduler import Scheduler
 from tests.fakes.collecting_sink import CollectingSink
 from tests.fakes.lives import NoText
-from tests.fakes.virtual_stages import Machine, VirtualStages
+from tests.fakes.virtual_stages import Machine, VirtualClock, VirtualStages
 
 _CPU_ROWS, _CPU_MS = (1, 4, 8, 17, 33, 65), (19.4, 19.6, 25.3, 34.4, 51.0, 87.5)
 _GPU_ROWS, _GPU_MS = (1, 17, 65, 129, 257, 513), (6.5, 8.4, 8.9, 9.8, 12.6, 21.0)
@@ -133,14 +134,17 @@ async def test_a_round_never_verifies_more_nodes_than_a_step_may(mode: DraftMode
         assert max(stages.rows) > 100, "and it does use them"
 
 
+def _growing_ms(clock: VirtualClock, _: int) -> float:
+    return 1.5 * min(50.0, 1 + 20 * clock())
+
+
 async def test_a_drafter_that_becomes_slow_with_the_context_is_left_alone() -> None:
-    """A public report: slower than plain decoding from some context on. Here a draft's time grows to fifty-fold."""
+    """A public report: slower than plain decoding from some context on. Here a draft grows fifty-fold."""
     speeds = []
-    for mode in ("tree", "off"):
+    modes: tuple[DraftMode, ...] = ("tree", "off")
+    for mode in modes:
         stages = VirtualStages(GPU)
-        stages.machine = replace(
-            GPU, draft_ms=lambda _, stages=stages: 1.5 * min(50.0, 1 + 20 * stages.clock())
-        )
+        stages.machine = replace(GPU, draft_ms=partial(_growing_ms, stages.clock))
         engine = await engine_of(stages)
         params = replace(PARAMS, prompt_ids=(50, 1, 2), draft_mode=mode, max_tokens=600)
         await engine.generate(params, CollectingSink())
