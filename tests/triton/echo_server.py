@@ -6,8 +6,10 @@ import http.client
 import json
 import queue
 import time
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -48,6 +50,20 @@ class EchoServer:
         while self.report().get("cancelled", 0) < count:
             assert time.monotonic() < deadline, f"the engine saw {self.report()}"
             time.sleep(0.05)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What a server is started with."""
+
+    repository: Path
+    target: Path
+
+    @contextmanager
+    def server(self, log: Path) -> Iterator[EchoServer]:
+        env = {"DDTREE_TARGET": str(self.target), "DDTREE_DRAFT": str(self.target)}
+        with LocalTriton(self.repository, env=env, log_path=log) as triton:
+            yield EchoServer(triton, TextCodec.from_folder(self.target))
 
 
 @dataclass

@@ -12,13 +12,12 @@ import numpy as np
 import pytest
 import tritonclient.grpc as grpc
 
-from ddtree.text import TextCodec
-from ddtree_local.server import LocalTriton
 from tests.fakes import tokenizers
 from tests.triton.echo_server import (
     EXISTING_CLIENTS,
     FOX,
     EchoServer,
+    Prepared,
     Stream,
     flags,
     floats,
@@ -30,29 +29,26 @@ from tests.triton.echo_server import (
 
 pytestmark = pytest.mark.triton
 
+
 SLOW = "slow " + "The quick brown fox jumps over the lazy dog. " * 4
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, project_root: Path) -> Iterator[EchoServer]:
+def prepared(tmp_path_factory: pytest.TempPathFactory, project_root: Path) -> Prepared:
     target = tokenizers.save_target(tmp_path_factory.mktemp("target"), tokenizers.byte_level(), eos=1)
     repository = tmp_path_factory.mktemp("models")
     shutil.copytree(project_root / "tests" / "fakes" / "echo_model", repository / "ddtree")
     shutil.copy(project_root / "model_repository" / "ddtree" / "config.pbtxt", repository / "ddtree")
-    log = tmp_path_factory.mktemp("log") / "triton.log"
-    env = {"DDTREE_TARGET": str(target), "DDTREE_DRAFT": str(target)}
-    triton = LocalTriton(repository, env=env, log_path=log)
-    with triton:
-        yield EchoServer(triton, TextCodec.from_folder(target))
-        report = triton.stop()
-        assert (report.forced, report.orphans_killed) == (False, 0)
-    # These tests leave streams abruptly, and once in some twenty runs on a busy machine Triton 2.51 then
-    # never unloads the model and gives up at its exit timeout. Where callers behave, the tests ask for 0.
-    said = log.read_text(errors="replace")
-    if report.exit_code == 0:
-        assert "the echo engine was stopped" in said
-    else:
-        assert "Exit timeout expired" in said
+    return Prepared(repository, target)
+
+
+@pytest.fixture(scope="module")
+def server(prepared: Prepared, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EchoServer]:
+    with prepared.server(tmp_path_factory.mktemp("log") / "triton.log") as server:
+        yield server
+        report = server.triton.stop()
+        assert (report.exit_code, report.forced, report.orphans_killed) == (0, False, 0)
+        assert "the echo engine was stopped" in server.triton.log_path.read_text(errors="replace")
 
 
 @pytest.fixture
@@ -61,7 +57,9 @@ def stream(server: EchoServer) -> Iterator[Stream]:
         stream = Stream(client)
         stream.open()
         yield stream
-        client.stop_stream(cancel_requests=True)
+        # All was answered. To cancel now, as the server closes the stream too, can make Triton 2.51 keep
+        # a request for ever, so that the model is never unloaded (6 of 18 busy runs; 0 of 14 without).
+        client.stop_stream()
 
 
 def test_a_stream_gives_deltas_and_the_last_one_is_final(server: EchoServer, stream: Stream) -> None:
@@ -169,13 +167,16 @@ def test_bad_requests_get_one_error(
     assert sum(after.values()) - sum(before.values()) == 1, "only the report itself reached the engine"
 
 
-@pytest.mark.parametrize(("prompt", "status"), [("", "INVALID_ARGUMENT"), ("fail and fail", "UNAVAILABLE")])
-def test_errors_carry_a_status_for_clients_that_ask(server: EchoServer, prompt: str, status: str) -> None:
-    with grpc.InferenceServerClient(server.triton.grpc_url) as client:
-        stream = Stream(client)
-        stream.open(headers={"triton_grpc_error": "true"})
-        (received,) = stream.ask({"text_input": text(prompt)})
-        assert received.status == f"StatusCode.{status}"
+def test_errors_carry_a_status_for_clients_that_ask(prepared: Prepared, tmp_path: Path) -> None:
+    # A server of its own: Triton 2.51 uses freed memory after such an error (server #8708), and sometimes
+    # dies of it when the status has long arrived.
+    with prepared.server(tmp_path / "triton.log") as server:
+        for prompt, status in (("", "INVALID_ARGUMENT"), ("fail and fail", "UNAVAILABLE")):
+            with grpc.InferenceServerClient(server.triton.grpc_url) as client:
+                stream = Stream(client)
+                stream.open(headers={"triton_grpc_error": "true"})
+                (received,) = stream.ask({"text_input": text(prompt)})
+                assert received.status == f"StatusCode.{status}"
 
 
 def test_generate_maps_a_refusal_to_bad_request(server: EchoServer) -> None:

@@ -34,7 +34,7 @@ def stream(oracle_server: OracleServer) -> Iterator[Stream]:
         stream = Stream(client)
         stream.open()
         yield stream
-        client.stop_stream(cancel_requests=True)
+        client.stop_stream()  # see test_orchestrator: no cancel after the end
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from ddtree.live import Sink
 from ddtree.params import GenerationParams
 from ddtree.sequence import Sequence
 from ddtree.text import TextCodec
-from ddtree.triton_io.orchestrator import Orchestrator
+from ddtree.triton_io.orchestrator import Orchestrator, _output_names
 from ddtree.triton_io.orchestrator import TritonPythonModel as RealModel
 
 _LOG = logging.getLogger(__name__)
@@ -91,4 +91,4 @@ class TritonPythonModel(RealModel):
         config = ServingConfig.from_triton(json.loads(args["model_config"]))
         text = TextCodec.from_folder(config.target)
         engine: Any = EchoEngine(text)
-        self._orchestrator = Orchestrator(engine, text)
+        self._orchestrator = Orchestrator(engine, text, outputs=_output_names(args))
