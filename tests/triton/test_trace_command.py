@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
 import re
 import subprocess
 import sys
@@ -75,6 +77,38 @@ def test_drafts_are_marked_and_the_text_is_the_same(oracle_server: OracleServer)
     chat = ddtree(oracle_server, "chat", *options, "--show-drafts", stdin=turns)
     assert "«" in chat.stdout
     assert re.sub("[«»]", "", chat.stdout).rstrip("\n") == plain.stdout.rstrip("\n")
+
+
+@pytest.mark.parametrize("no_color", ["", "1"], ids=["colour", "no colour"])
+def test_chat_at_a_terminal_shows_marks_and_numbers(oracle_server: OracleServer, no_color: str) -> None:
+    oracle_server.set_noise(0.0)
+    terminal, inside = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm", "NO_COLOR": no_color, "PYTHONIOENCODING": "utf-8"}
+    arguments = ("chat", "--max-tokens", "24", "--tree-budget", "12", "--show-drafts")
+    with subprocess.Popen(
+        [*COMMAND, *arguments, "--url", oracle_server.triton.grpc_url],
+        stdin=inside, stdout=inside, stderr=inside, env=environment, close_fds=True,
+    ) as running:  # fmt: skip
+        os.close(inside)
+        os.write(terminal, b"Show me\n/quit\n")
+        shown = b""
+        while chunk := _read(terminal):
+            shown += chunk
+        assert running.wait(timeout=30) == 0
+    os.close(terminal)
+    assert b"\x1b[4m" in shown  # underlined: drafted and accepted
+    assert (b"\x1b[32m\x1b[4m" in shown) == (not no_color)
+    assert (b"\x1b[33m" in shown) == (not no_color)
+    assert "tokens/s · first after".encode() in shown
+    assert b"acceptance length" in shown
+
+
+def _read(terminal: int) -> bytes:
+    """What comes next; nothing once the program has ended, which Linux tells by an error."""
+    try:
+        return os.read(terminal, 4096)
+    except OSError:
+        return b""
 
 
 def test_a_trace_must_go_somewhere(oracle_server: OracleServer) -> None:
