@@ -107,11 +107,11 @@ class Answer:
         if self._is_over:
             return
         is_final = self._open_rows == int(is_last_of_row)
+        if self.warning and is_last_of_row:
+            outputs = outputs | _text("warning", self.warning)
         wanted = {name: array for name, array in outputs.items() if name in self._wanted}
         self._channel.send(wanted, is_final=is_final)
         # Only now: an answer whose last response could not be made is not over, and owes its caller an error.
-        if self.warning and is_last_of_row:
-            outputs = outputs | _text("warning", self.warning)
         self._open_rows -= is_last_of_row
         self._is_over = is_final
 
