@@ -51,9 +51,11 @@ def causal_attention(
     values: torch.Tensor,
 ) -> torch.Tensor:
     """The last n of kv_len rows, each seeing those before it."""
-    base = keys.shape[0] - query.shape[0]
-    rows = [_attend(q, keys[: base + i + 1], values[: base + i + 1]) for i, q in enumerate(query)]
-    return torch.stack(rows)
+    groups = query.shape[1] // keys.shape[1]
+    keys, values = keys.repeat_interleave(groups, 1), values.repeat_interleave(groups, 1)
+    scores = torch.einsum("qhd,nhd->hqn", query, keys) * query.shape[-1] ** -0.5
+    seen = torch.ones(scores.shape[1:], dtype=torch.bool).tril(keys.shape[0] - query.shape[0])
+    return torch.einsum("hqn,nhd->qhd", scores.masked_fill(~seen, float("-inf")).softmax(-1), values)
 
 
 def _attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
@@ -94,10 +96,10 @@ class PagedPool:
         self.free += blocks
 
     def write(self, request: int, layer: int, start: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        for index in range(len(keys)):
-            block, offset = self._at(request, start + index)
-            self.rows[layer, 0, block, offset] = keys[index]
-            self.rows[layer, 1, block, offset] = values[index]
+        places = [self._at(request, start + index) for index in range(len(keys))]
+        blocks, offsets = torch.tensor(places).T
+        self.rows[layer, 0, blocks, offsets] = keys
+        self.rows[layer, 1, blocks, offsets] = values
 
     def read(self, request: int, layer: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
         blocks = self.tables[request]

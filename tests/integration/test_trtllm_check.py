@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from ddtree.trtllm.check_command import main
-from ddtree.trtllm.contract import Contract, load_contracts
+from ddtree.trtllm.contract import load_contracts
 from ddtree_client.cli import cli
 from tests.fakes.tiny_models import make_draft, make_target
 from tests.fakes.trtllm_library import FakeLibrary, nothing_installed
@@ -24,10 +24,8 @@ def arguments(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [*pair, "--kv-cache-mib", "4", "--max-tokens", "16", "--dtype", "float32", "--device", "cpu"]
 
 
-@pytest.mark.parametrize("contract", CONTRACTS[::2], ids=[contract.name for contract in CONTRACTS[::2]])
-def test_all_parts_hold_against_the_stub(
-    arguments: list[str], capsys: pytest.CaptureFixture[str], contract: Contract
-) -> None:
+def test_all_parts_hold_against_the_stub(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    contract = CONTRACTS[0]
     assert main(arguments, FakeLibrary(contract)) == 0
     lines = capsys.readouterr().out.splitlines()
     assert f"contract  {contract.name} fits for tree" in lines
