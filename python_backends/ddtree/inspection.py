@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from ddtree.config import ServingConfig
 from ddtree.errors import CheckpointError
 from ddtree.models import loading, target_config, weight_files
 from ddtree.models.draft_checkpoint import DraftCheckpoint, open_checkpoint
@@ -19,6 +20,7 @@ from ddtree.models.draft_config import DraftConfig, LayerAttention
 from ddtree.models.pairing import Verdict, pair_checks
 
 _Found = TypeVar("_Found")
+_MIB = 1 << 20
 Facts = dict[str, str]
 
 
@@ -132,13 +134,15 @@ def _target_facts(config: Any, weights: Mapping[str, weight_files.Header] | None
     window = target_config.sliding_window(config)
     kinds = Counter(getattr(text, "layer_types", None) or ["full_attention"] * sizes.layers)
     sliding = kinds["sliding_attention"] or (sizes.layers if window else 0)
+    recurrent = target_config.recurrent_layers(config)
     attention = f"{sizes.layers - sliding} full" + (
         f", {sliding} with a window of {window}" if window else ""
     )
+    attention += f"; {len(recurrent)} recurrent (Gated DeltaNet)" if recurrent else ""
     thetas = ", ".join(f"{theta:g}" for theta in target_config.rope_thetas(config))
     return {
         "architecture": ", ".join(config.architectures or ["not said"]),
-        "layers": str(sizes.layers),
+        "layers": str(text.num_hidden_layers),
         "hidden size": str(text.hidden_size),
         "attention": attention,
         "heads": f"{text.num_attention_heads} query, {sizes.kv_heads} KV of {sizes.head_dim}",
@@ -208,6 +212,12 @@ def _memory(
         "a token in the drafter": _bytes(draft_slot),
         "a thousand tokens": _bytes(1000 * (target_slot + draft_slot)),
     }
+    if (state := target_config.state_shape(config, served)) is not None:
+        facts["a sequence's recurrent state"] = f"{_bytes(state.bytes_per_state)} (however long it is)"
+        facts["a staged node's stash"] = f"{_bytes(state.bytes_per_row)} (of one step)"
+        nodes = ServingConfig.max_nodes
+        least = state.bytes_per_state + (nodes + 1) * state.bytes_per_row
+        facts["state_cache_mib, at least"] = f"{-(-least // _MIB)} (one sequence, {nodes} nodes)"
     if weights is not None:
         parts = [header for part in (weights, checkpoint.headers()) for header in part.values()]
         values = sum(header.num_values for header in parts)

@@ -17,6 +17,7 @@ from ddtree.inspection import Report, inspect_pair
 from ddtree.models.pairing import Verdict
 from ddtree.rehearsal import known_in_a_row
 from tests.fakes.copying_pair import make_copying_draft, make_copying_target
+from tests.fakes.hybrid_families import make_hybrid
 from tests.fakes.random_draft import write_dflash2, write_draft, write_speculators
 from tests.fakes.target_families import LAYERS, make_family
 from tests.fakes.tiny_models import MASK_ID, VOCAB_SIZE
@@ -71,6 +72,20 @@ def _kib(count: int) -> str:
 def test_attention_of_a_target_is_told(tmp_path: Path, family: str, attention: str) -> None:
     report = inspect_pair(make_family(tmp_path, family), tmp_path)
     assert report.target["attention"] == attention
+
+
+def test_what_recurrent_layers_need_is_told(tmp_path: Path) -> None:
+    """Three of four layers keep a state: pages are of the fourth alone."""
+    report = inspect_pair(make_hybrid(tmp_path / "target", "qwen3.5"), write_draft(tmp_path, **FITTING))
+    assert broken(report) == []
+    assert report.target["layers"] == "4"
+    assert report.target["attention"] == "1 full; 3 recurrent (Gated DeltaNet)"
+    assert report.memory["a token in the verifier"].startswith(f"{_kib((2 * 2 * 8 + 32) * 4)} ")
+    channels = 2 * 2 * 8 + 4 * 6
+    state, row = 3 * (4 * 8 * 6 + 3 * channels) * 4, 3 * (2 * 8 + 4 * 7 + channels) * 4
+    assert report.memory["a sequence's recurrent state"].startswith(f"{_kib(state)} ")
+    assert report.memory["a staged node's stash"].startswith(f"{_kib(row)} ")
+    assert report.memory["state_cache_mib, at least"] == "1 (one sequence, 256 nodes)"
 
 
 def test_what_other_drafts_are_is_told(target: Path, tmp_path: Path) -> None:
