@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
+from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import NoReturn
 
@@ -68,13 +72,15 @@ def drain(*, gate: Path | None, metrics: str, settle_s: float, timeout_s: float,
 
 
 @click.command(cls=Command)
-@click.argument("models", nargs=-1)
+@click.argument("models", nargs=-1, required=True)
 @click.option(
     "--http", default="127.0.0.1:8000", show_default=True, metavar="HOST:PORT", help="Triton's HTTP port."
 )
 @click.option(
-    "--key-file",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    "--key",
+    default="",
+    envvar="DDTREE_ADMIN_KEY",
+    show_envvar=True,
     help="The operators' key, where the model-repository API asks for one.",
 )
 @click.option("--every", "every_s", type=_SECONDS, default=2.0, show_default=True, metavar="SECONDS")
@@ -87,31 +93,33 @@ def drain(*, gate: Path | None, metrics: str, settle_s: float, timeout_s: float,
     metavar="SECONDS",
     help="A model silent for so long, three times in a row, hangs.",
 )
-@click.option("--once", is_flag=True, help="Look once; exit code 1 when something did not live.")
+@click.option(
+    "--server-pid",
+    type=int,
+    metavar="PID",
+    help="Kill this process when the orchestrator is dead, so that its streams end; and end with it.",
+)
+@click.option("--once", is_flag=True, help="Look twice and end; exit code 1 when something did not live.")
 def watchdog(
-    *, models: tuple[str, ...], http: str, key_file: Path | None, every_s: float, answer_s: float, once: bool
-) -> None:
-    """Have MODELS (default: all that are loaded) loaded again when their process dies or hangs.
+    *, models: tuple[str, ...], http: str, key: str, every_s: float, answer_s: float, server_pid: int | None,
+    once: bool,
+) -> None:  # fmt: skip
+    """Have MODELS loaded again when their process dies or hangs; each from when it was first seen alive.
 
     Needs a server that was started with --model-control-mode=explicit.
     """
-    control = ServerControl(http, key=key_file.read_text().strip() if key_file else "")
-    while not models:
-        try:
-            models = control.loaded_models()
-        except (ControlError, TimeoutError) as error:
-            if once:
-                _fail(error)
-            time.sleep(every_s)
-    dog = Watchdog(control, models, WatchLimits(answer_s=answer_s))
-    while True:
+    end = None if server_pid is None else partial(os.kill, server_pid, signal.SIGKILL)
+    dog = Watchdog(ServerControl(http, key=key), models, WatchLimits(answer_s=answer_s), end)
+    for looks in count(1):
         lines = 0
         for line in dog.look():
-            click.echo(line, err=True)
+            click.echo(f"watchdog: {line}", err=True)
             lines += 1
-        if once:
+        if once and (lines or looks == 2):
             raise click.exceptions.Exit(1 if lines else 0)
         time.sleep(every_s)
+        if server_pid is not None and not Path(f"/proc/{server_pid}").exists():
+            return
 
 
 def _fail(error: Exception) -> NoReturn:

@@ -37,13 +37,6 @@ class ServerControl:
     metrics: str = ""
     key: str = ""
 
-    def loaded_models(self) -> tuple[str, ...]:
-        """Models that the server has or had loaded. Raises ControlError."""
-        reply = self._ask(f"{self.http}/v2/repository/index", {})
-        if reply.status != 200:
-            raise ControlError(f"the server at {self.http} does not list its models: {reply.text}")
-        return tuple(sorted({entry["name"] for entry in json.loads(reply.text) if entry.get("state")}))
-
     def ask_whether_alive(self, model: str, timeout_s: float) -> str:
         """Make a model's own process answer: why it does not, or nothing.
 

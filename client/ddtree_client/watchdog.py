@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from ddtree_client.control import ControlError
+from ddtree_client.control import ORCHESTRATOR, ControlError
 
 
 class Server(Protocol):
@@ -40,6 +40,7 @@ class WatchLimits:
 class _Watched:
     """One model."""
 
+    has_lived: bool = False  # until then it is being loaded for the first time
     silent: int = 0  # times in a row without an answer
     rest_s: float = 0.0
     not_before: float = 0.0
@@ -53,8 +54,21 @@ class Watchdog:
         server: Server,
         models: Sequence[str],
         limits: WatchLimits | None = None,
+        end_server: Callable[[], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """Take what to look after.
+
+        Args:
+            server: asked, and told to load.
+            models: their names.
+            limits: when a model counts as dead.
+            end_server: ends the whole server at once. Triton 2.51 never answers the streams of an
+                orchestrator that died, so it is not loaded again then: a server that ends breaks their
+                connections, and whoever runs it starts it anew. Without it the orchestrator is loaded again.
+            clock: seconds.
+        """
+        self._end_server = end_server
         self._server = server
         self._limits = limits or WatchLimits()
         self._clock = clock
@@ -66,6 +80,10 @@ class Watchdog:
             why = self._why_dead(model, watched)
             if not why or self._clock() < watched.not_before:
                 continue
+            if model == ORCHESTRATOR and self._end_server is not None:
+                yield f"{model} does not live ({why}); ending the server, so that its streams end"
+                self._end_server()
+                return
             yield f"{model} does not live ({why}); loading it again"
             yield self._reload(model, watched)
 
@@ -73,10 +91,11 @@ class Watchdog:
         try:
             why = self._server.ask_whether_alive(model, self._limits.answer_s)
             watched.silent = 0
-            return why
+            watched.has_lived = watched.has_lived or not why
+            return why if watched.has_lived else ""
         except TimeoutError:
             watched.silent += 1
-            if watched.silent < self._limits.patience:
+            if not watched.has_lived or watched.silent < self._limits.patience:
                 return ""
             return f"no answer within {self._limits.answer_s:g} s, {watched.silent} times"
         except ControlError:  # the server is down or starting: nothing to do for one that can load nothing

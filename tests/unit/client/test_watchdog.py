@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
@@ -38,6 +40,17 @@ class Server:
 
 
 MODELS = ("target_verifier", "drafter")
+
+
+def dog_of(server: Server, models: Sequence[str] = MODELS, **options: Any) -> Watchdog:
+    """A watchdog that has seen everybody alive."""
+    states, server.states = server.states, {}
+    dog = Watchdog(server, models, **options)
+    assert list(dog.look()) == []
+    server.states = states
+    return dog
+
+
 DEAD = "Stub process 'drafter_0_0' is not healthy."
 
 
@@ -49,7 +62,7 @@ def test_who_lives_is_left_alone() -> None:
 
 def test_the_dead_one_is_reloaded_and_only_that() -> None:
     server = Server({"drafter": DEAD})
-    dog = Watchdog(server, MODELS)
+    dog = dog_of(server)
     lines = list(dog.look())
     assert server.reloaded == ["drafter"]
     assert lines == [f"drafter does not live ({DEAD}); loading it again", lines[1]]
@@ -59,7 +72,7 @@ def test_the_dead_one_is_reloaded_and_only_that() -> None:
 
 def test_silence_counts_only_three_times_in_a_row() -> None:
     server = Server({"drafter": TimeoutError()})
-    dog = Watchdog(server, MODELS, WatchLimits(patience=3))
+    dog = dog_of(server, limits=WatchLimits(patience=3))
     for _ in range(2):
         assert list(dog.look()) == []
     server.states["drafter"] = ""
@@ -73,14 +86,14 @@ def test_silence_counts_only_three_times_in_a_row() -> None:
 
 def test_a_server_that_is_away_is_nothing_to_reload() -> None:
     server = Server({"drafter": ControlError("connection refused")})
-    dog = Watchdog(server, MODELS, WatchLimits(patience=1))
+    dog = dog_of(server, limits=WatchLimits(patience=1))
     assert [line for _ in range(5) for line in dog.look()] == []
 
 
 @pytest.mark.parametrize("refusal", [ControlError("no such thing"), TimeoutError("too long")])
 def test_a_refused_reload_is_tried_again_later_and_later(refusal: Exception) -> None:
     server = Server({"drafter": DEAD}, refusals=[refusal] * 2)
-    dog = Watchdog(server, MODELS, WatchLimits(rest_s=2.0), server.clock)
+    dog = dog_of(server, limits=WatchLimits(rest_s=2.0), clock=server.clock)
     assert "next try in 2 s" in list(dog.look())[1]
     server.now = 1.9
     assert list(dog.look()) == []
@@ -89,3 +102,23 @@ def test_a_refused_reload_is_tried_again_later_and_later(refusal: Exception) -> 
     server.now = 6.2
     assert "drafter is back" in list(dog.look())[1]
     assert len(server.reloaded) == 3
+
+
+def test_without_its_orchestrator_the_server_is_ended() -> None:
+    server, ends = Server({"ddtree": DEAD}), []
+    dog = dog_of(server, ("ddtree", "drafter"), end_server=lambda: ends.append("ended"))
+    assert list(dog.look()) == [f"ddtree does not live ({DEAD}); ending the server, so that its streams end"]
+    assert (ends, server.reloaded) == (["ended"], [])
+
+
+def test_who_cannot_end_the_server_loads_the_orchestrator_again() -> None:
+    server = Server({"ddtree": DEAD})
+    assert "ddtree is back" in list(dog_of(server, ("ddtree",)).look())[1]
+
+
+def test_what_is_still_loading_is_not_loaded_again() -> None:
+    server = Server({"drafter": "Request for unknown model: 'drafter' is not ready"})
+    dog = Watchdog(server, MODELS, WatchLimits(patience=1))
+    assert [line for _ in range(3) for line in dog.look()] == []
+    server.states["drafter"] = TimeoutError()
+    assert list(dog.look()) == []
