@@ -4,7 +4,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo serve test lint bench chart clean
+.PHONY: help setup demo serve test lint bench load soak chart clean
 
 PYTHON ?= python3
 PIP_ARGS ?=
@@ -20,6 +20,8 @@ UNARY ?=
 DTYPE ?=
 TESTS ?=
 BENCH_ARGS ?=
+LOAD_ARGS ?=
+SOAK_REQUESTS ?=
 
 DFLASH := dflash==0.1.0
 VENV := .venv
@@ -101,6 +103,12 @@ chart: $(STAMP) ## write the chart's README from its schema
 
 bench: $(STAMP) ## plain, chain and tree decoding side by side, and the peers; writes benchmarks/results/
 	@$(BIN)/python -m benchmarks.run $(BENCH_ARGS)
+
+load: $(STAMP) ## 1 to 32 streams with and without drafts (8 minutes); writes benchmarks/results/load.json
+	@$(BIN)/python -m benchmarks.load $(LOAD_ARGS)
+
+soak: $(STAMP) ## 10,000 requests of every kind and killed processes (SOAK_REQUESTS=…); writes load.json too
+	@SOAK_REQUESTS=$(SOAK_REQUESTS) $(BIN)/python -m tests.soak
 
 clean: ## remove .venv, caches and build leftovers
 	rm -rf $(VENV) .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis
