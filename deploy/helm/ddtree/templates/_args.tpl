@@ -3,7 +3,14 @@
 {{- define "ddtree.args" -}}
 {{- $s := .Values.server -}}
 - --model-repository={{ eq .Values.engine.topology "in_process" | ternary "/models-in-process" "/models" }}
+{{- if .Values.watchdog.enabled }}
+- --model-control-mode=explicit
+{{- range splitList " " (include "ddtree.models" .) }}
+- --load-model={{ . }}
+{{- end }}
+{{- else }}
 - --model-control-mode=none
+{{- end }}
 - --disable-auto-complete-config
 - --strict-readiness=true
 - --exit-on-error=true
@@ -45,6 +52,7 @@
     "DEVICE" (include "ddtree.device" (dict "root" . "which" "target"))
     "KV_CACHE_MIB" ($e.kvCacheMiB | int64)
     "DRAFT_KV_CACHE_MIB" ($e.draftKvCacheMiB | int64)
+    "STATE_CACHE_MIB" ($e.stateCacheMiB | int64)
     "PAGE_SIZE" ($e.pageSize | int64)
     "PREFILL_CHUNK" ($e.prefillChunk | int64)
     "MAX_SEQUENCES" ($e.maxSequences | int64)
@@ -56,6 +64,14 @@
     "PREFIX_CACHE" $e.prefixCache }}
 - name: DDTREE_{{ $name }}
   value: {{ $value | toString | quote }}
+{{- end }}
+- name: DDTREE_DRAIN_FILE
+  value: /tmp/ddtree-drain
+{{- if .Values.watchdog.enabled }}
+- name: DDTREE_WATCHED
+  value: {{ include "ddtree.models" . }}
+- name: DDTREE_STAGE_RECOVERY_S
+  value: {{ .Values.watchdog.recoverySeconds | int64 | toString | quote }}
 {{- end }}
 - name: DDTREE_THREADS
 {{- if int64 $e.threads }}
