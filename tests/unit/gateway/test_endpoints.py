@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from ddtree_client import InvalidRequestError
+from ddtree_client import InvalidRequestError, ServerUnavailableError
+from ddtree_client.metrics import ClientMetrics
 from ddtree_gateway.endpoints import Endpoints
+from ddtree_gateway.generation import Generation
+from ddtree_gateway.options import completion_order
+from ddtree_gateway.schema import CompletionRequest
 from ddtree_gateway.settings import Settings, SettingsError
 
 
@@ -33,6 +37,19 @@ async def test_a_server_that_is_not_there_is_not_ready() -> None:
     endpoints = Endpoints(Settings(endpoints=("127.0.0.1:1",), check_interval_s=60))
     await endpoints.start()
     assert not endpoints.is_ready
+    await endpoints.stop()
+
+
+async def test_a_server_that_has_died_since_the_last_look_is_noticed_by_its_first_caller() -> None:
+    settings = Settings(endpoints=("127.0.0.1:1",), check_interval_s=60)
+    endpoints = Endpoints(settings)
+    endpoints.all[0].note(ready=True)
+    request = CompletionRequest(model="ddtree", prompt="x")
+    generation = Generation(completion_order(request, settings), endpoints, ClientMetrics())
+    with pytest.raises(ServerUnavailableError):
+        await anext(generation.chunks())
+    assert not endpoints.is_ready
+    assert endpoints.all[0].in_flight == 0
     await endpoints.stop()
 
 
