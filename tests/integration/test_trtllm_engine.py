@@ -5,35 +5,29 @@ from __future__ import annotations
 import json
 import random
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import pytest
 import torch
-from torch import nn
 
 from ddtree.attention.plan import Segment, StepPlan
 from ddtree.engine import Engine
 from ddtree.params import GenerationParams
 from ddtree.sampling_spec import SamplingSpec
-from ddtree.trtllm import masks
-from ddtree.trtllm.check import check_trees, refuse_wrong_trees
 from ddtree.trtllm.contract import TREE, Contract, load_contracts
-from ddtree.trtllm.library import EngineUnfit
-from ddtree.trtllm.loading import load_engine_target
 from ddtree.trtllm.pool import EnginePool
 from ddtree.trtllm.target import EngineTarget
 from ddtree.types import PrefillRequest, SessionBatch, Status, TreeBatch, VerifyRequest, VerifyResult
-from ddtree.verify import TargetVerifier, VerifierLimits
+from ddtree.verify import TargetVerifier
 from tests.fakes.pipeline import GreedyReference, generate_all, make_oracle, make_verifier, running_engine
-from tests.fakes.tiny_models import HIDDEN, TAPS, VOCAB_SIZE, make_target
+from tests.fakes.tiny_models import VOCAB_SIZE, make_target
 from tests.fakes.trtllm_library import FakeLibrary
+from tests.fakes.trtllm_pipeline import MAX_NODES, load, pool_of, verifier_over
 
 CONTRACTS = {contract.name: contract for contract in load_contracts()}
 NEWEST = load_contracts()[0]
-MAX_NODES = 64
 
 
 @pytest.fixture(scope="module")
@@ -44,31 +38,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def reference(folder: Path) -> GreedyReference:
     return GreedyReference(folder)
-
-
-def load(folder: Path, library: FakeLibrary, taps: tuple[int, ...] = TAPS) -> EngineTarget:
-    return load_engine_target(
-        folder,
-        dtype="float32",
-        device=torch.device("cpu"),
-        taps=taps,
-        max_nodes=MAX_NODES,
-        page_size=32,
-        importer=library,
-    )
-
-
-def verifier_over(target: EngineTarget, kv_cache_bytes: int = 1 << 22) -> TargetVerifier:
-    """As `pipeline.make_verifier`, over the engine."""
-    torch.manual_seed(5)
-    projection = nn.Linear(len(TAPS) * HIDDEN, HIDDEN, bias=False).requires_grad_(False)
-    limits = VerifierLimits(kv_cache_bytes, page_size=32, max_nodes=MAX_NODES, session_ttl_s=600)
-    return TargetVerifier(target, projection, limits, draft_hash="tiny", feature_size=HIDDEN)
-
-
-def pool_of(verifier: TargetVerifier) -> EnginePool:
-    assert isinstance(verifier.pool, EnginePool)
-    return verifier.pool
 
 
 async def tokens(engine: Engine, requests: list[GenerationParams]) -> list[list[int]]:
@@ -258,56 +227,3 @@ def test_a_full_pool_says_so_and_gives_all_back(folder: Path) -> None:
         pool.release(pages)
     assert pool.pages_used == 0
     assert pool.reserve(100) is not None
-
-
-@pytest.mark.parametrize("contract", CONTRACTS.values(), ids=CONTRACTS.keys())
-def test_the_check_at_load_passes_where_all_is_right(folder: Path, contract: Contract) -> None:
-    target = load(folder, FakeLibrary(contract))
-    check = check_trees(target, pool_of(verifier_over(target)))
-    assert check.is_right
-    assert max(check.logits_worst, check.taps_median, check.relocated_median) < 1e-4
-
-
-def off_by_flat_index(monkeypatch: pytest.MonkeyPatch) -> None:
-    def pack(segments: Any, width: int) -> Any:
-        trees = masks.pack(segments, width)
-        return replace(trees, offsets=torch.arange(width, dtype=torch.int32).expand_as(trees.offsets))
-
-    monkeypatch.setattr("ddtree.trtllm.target.pack", pack)
-
-
-def bits_turned_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    def pack(segments: Any, width: int) -> Any:
-        trees = masks.pack(segments, width)
-        lowest = trees.mask & 1
-        return replace(trees, mask=(trees.mask >> 1 & 0x7FFFFFFF) | lowest << 31)
-
-    monkeypatch.setattr("ddtree.trtllm.target.pack", pack)
-
-
-def rows_not_moved(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ddtree.trtllm.pool.EnginePool.move", lambda *_: None)
-
-
-def indices_count_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ddtree.trtllm.adapter.draft_indices", lambda path: tuple(path[1:]))
-
-
-@pytest.mark.parametrize(
-    "fault", [off_by_flat_index, bits_turned_round, rows_not_moved, indices_count_the_root]
-)
-def test_the_check_at_load_refuses_trees_that_are_wrong(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, fault: Callable[[pytest.MonkeyPatch], None]
-) -> None:
-    target = load(folder, FakeLibrary(NEWEST))
-    pool = pool_of(verifier_over(target))
-    fault(monkeypatch)
-    with pytest.raises(EngineUnfit, match=r"trees are verified wrongly|a tree step failed"):
-        refuse_wrong_trees(target, pool)
-    assert pool.pages_used == 0
-
-
-def test_a_gpu_without_tree_attention_is_refused(folder: Path) -> None:
-    target = load(folder, FakeLibrary(NEWEST, has_tree_attention=False))
-    with pytest.raises(EngineUnfit, match="no tree attention for this GPU"):
-        refuse_wrong_trees(target, pool_of(verifier_over(target)))

@@ -29,7 +29,7 @@ from ddtree.trtllm.contract import NATIVE, load_contracts
 from ddtree.trtllm.library import EngineUnfit
 from ddtree.trtllm.native import NativeChainVerifier
 from ddtree.trtllm.stage import load_engine_verifier
-from ddtree.types import DrafterInfo, PrefillRequest, SessionBatch, Usage, VerifyRequest
+from ddtree.types import DrafterInfo, PrefillRequest, SessionBatch, Status, TreeBatch, Usage, VerifyRequest
 from ddtree.verify import TargetVerifier
 from ddtree.wire import decode, encode
 from tests.fakes.collecting_sink import CollectingSink
@@ -227,6 +227,28 @@ async def test_sampling_settings_are_passed_on(config: ServingConfig) -> None:
     (params,) = seen
     assert (params.temperature, params.top_k, params.top_p, params.seed) == (0.7, 5, 0.9, 13)
     assert (params.max_tokens, params.end_id) == (48, -1)
+    verifier.release([1])
+
+
+def test_a_root_that_is_not_the_streams_last_token_starts_anew(config: ServingConfig) -> None:
+    """After a recovery the orchestrator knows its root; what the engine emits then follows that one."""
+    verifier = load(config, other_version())
+    assert isinstance(verifier, NativeChainVerifier)
+    one = torch.tensor([1], dtype=torch.int32)
+    first = verifier.prefill(PrefillRequest(_sessions(0), one * 5, one, one * 50))
+    root = (int(first.next_tokens[0]) + 1) % 256
+    emitted: list[int] = []
+    length = 1
+    for _ in range(3):
+        token = emitted[-1] if emitted else root
+        result = verifier.verify(VerifyRequest(_sessions(length), one * token, TreeBatch.empty(1)))
+        count = int(result.accepted_counts[0])
+        emitted += [*result.accepted_tokens[0, :count].tolist(), int(result.bonus_tokens[0])]
+        length += count + 1
+    assert emitted == GreedyReference(config.target)((5, root), len(emitted))
+    assert verifier.verify(VerifyRequest(_sessions(1), one, TreeBatch.empty(1))).status.tolist() == [
+        Status.SESSION_LOST
+    ]
     verifier.release([1])
 
 
