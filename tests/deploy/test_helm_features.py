@@ -23,8 +23,8 @@ def test_the_grace_period_holds_the_drain_and_tritons_own_exit() -> None:
     pod = Rendering("probes-and-drain").pod()
     assert pod["terminationGracePeriodSeconds"] == 20 + 600 + 60 + 15
     server = pod["containers"][0]
-    assert server["lifecycle"]["preStop"]["exec"]["command"][1:] == [
-        "/etc/ddtree/probe.py", "drain", "--settle-seconds=20", "--timeout-seconds=600"
+    assert server["lifecycle"]["preStop"]["exec"]["command"] == [
+        "ddtree", "drain", "--settle=20", "--timeout=600"
     ]  # fmt: skip
     assert "--exit-timeout-secs=60" in server["args"]
 

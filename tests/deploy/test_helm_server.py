@@ -21,7 +21,7 @@ import pytest
 import tritonclient.grpc as triton
 from tritonclient.utils import InferenceServerException
 
-from ddtree_client import Client
+from ddtree_client import Client, ServerUnavailableError
 from tests.deploy.kube.certificates import make_certificates
 from tests.deploy.kube.dockerfile import build_context, copy_files, read_dockerfile
 from tests.deploy.kube.helm import Rendering
@@ -192,8 +192,14 @@ def test_a_drain_waits_for_a_running_stream(served: Served) -> None:
     while "first" not in times:
         assert thread.is_alive()
         time.sleep(0.01)
-    result = served.pod.probe(served.server["lifecycle"]["preStop"]["exec"]["command"])
+    result = served.pod.drain(served.server["lifecycle"]["preStop"]["exec"]["command"])
     drained = time.monotonic()
+    with (
+        Client(f"127.0.0.1:{served.pod.ports.grpc}") as late,
+        pytest.raises(ServerUnavailableError, match=r"draining .* retry in 1 s"),
+    ):
+        late.generate("a", max_tokens=1)
+    served.pod.drain_file.unlink()  # the tests after this one ask more
     thread.join(timeout=60)
     assert (result.returncode, result.stderr) == (0, "no request is left\n")
     assert drained > times["last"], "the drain ended while a stream was running"
@@ -260,7 +266,7 @@ def test_probes_need_neither_certificate_nor_key(locked: Served) -> None:
 
 
 def test_the_stop_is_clean(locked: Served) -> None:
-    result = locked.pod.probe(["python3", "/etc/ddtree/probe.py", "drain", "--settle-seconds=0"])
+    result = locked.pod.drain(["ddtree", "drain"])
     assert (result.returncode, result.stderr) == (0, "no request is left\n")
     end = locked.pod.terminate()
     assert (end["exit_code"], end["forced"], end["orphans_killed"], end["regions_removed"]) == (

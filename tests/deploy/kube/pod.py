@@ -41,12 +41,18 @@ class Places:
     admin_key: Path
     shm_prefix: str
 
+    @property
+    def drain_file(self) -> Path:
+        """What shuts the gate."""
+        return self.folder / "drain"
+
     def localized(self, text: str) -> str:
         """A string of the manifest with this machine's places."""
         for inside, here in (
             ("=/models-in-process", f"={self.image / 'models-in-process'}"),
             ("=/models", f"={self.image / 'models'}"),
             ("/etc/ddtree-tls", str(self.certificates)),
+            ("/tmp/ddtree-drain", str(self.drain_file)),
             ("/etc/ddtree-admin/key", str(self.admin_key)),
             # Another prefix too: the script removes what begins with it.
             ("ddtree_server_", self.shm_prefix),
@@ -63,6 +69,16 @@ class Pod:
     pid: int
     log: Path
     held: subprocess.Popen[str]
+    drain_file: Path
+
+    def drain(self, command: list[str]) -> subprocess.CompletedProcess[str]:
+        """Run the chart's preStop, `["ddtree", "drain", …]`."""
+        binary = Path(sys.executable).parent / command[0]
+        return subprocess.run(
+            [str(binary), *command[1:], f"--metrics=127.0.0.1:{self.ports.metrics}"],
+            env={**os.environ, "DDTREE_DRAIN_FILE": str(self.drain_file)},
+            capture_output=True, text=True, timeout=120, check=False,
+        )  # fmt: skip
 
     def probe(self, command: list[str]) -> subprocess.CompletedProcess[str]:
         """Run a probe of the chart, such as `["python3", "/etc/ddtree/probe.py", "ready", "ddtree"]`."""
@@ -110,7 +126,7 @@ def running(container: Manifest, places: Places, overrides: Mapping[str, str]) -
     empty.mkdir()
     order = {
         "command": _command(container, places, ports),
-        "env": _environment(container, places, overrides),
+        "env": _environment(container, places, ports, overrides),
         "folder": str(places.folder / "run"),
         "empty_folder": str(empty),
         "log": str(log),
@@ -126,7 +142,7 @@ def running(container: Manifest, places: Places, overrides: Mapping[str, str]) -
         try:
             held.stdin.write(json.dumps(order) + "\n")
             held.stdin.flush()
-            pod = Pod(ports, int(json.loads(held.stdout.readline())["pid"]), log, held)
+            pod = Pod(ports, int(json.loads(held.stdout.readline())["pid"]), log, held, places.drain_file)
             deadline = time.monotonic() + _READY_S
             while not pod.is_listening():
                 is_over = bool(select.select([held.stdout], [], [], _POLL_S)[0])
@@ -149,7 +165,9 @@ def _command(container: Manifest, places: Places, ports: Ports) -> list[str]:
     return [shell, str(started), *arguments, *listening]
 
 
-def _environment(container: Manifest, places: Places, overrides: Mapping[str, str]) -> dict[str, str]:
+def _environment(
+    container: Manifest, places: Places, ports: Ports, overrides: Mapping[str, str]
+) -> dict[str, str]:
     runtime = prepare_runtime()
     binaries = places.folder / "bin"
     binaries.mkdir()
@@ -164,6 +182,8 @@ def _environment(container: Manifest, places: Places, overrides: Mapping[str, st
     home.mkdir()
     return {
         **environment(container),
+        "DDTREE_DRAIN_FILE": str(places.drain_file),
+        "DDTREE_WATCHED_HTTP": f"127.0.0.1:{ports.http}",
         "DDTREE_TARGET": str(places.target),
         "DDTREE_DRAFT": str(places.draft),
         "HOME": str(home),

@@ -1,7 +1,7 @@
-"""What the kubelet runs inside the server's container: is it ready, is it alive, may it be stopped.
+"""What the kubelet runs inside the server's container: is it ready, is it alive.
 
 Standard library only, over the container's own loopback, so that it needs neither a certificate nor a key.
-It knows the server's HTTP interface and three metric names; it does not know the engine.
+It knows the server's HTTP interface and one metric name; it does not know the engine.
 """
 
 from __future__ import annotations
@@ -13,12 +13,10 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-RUNNING = ("ddtree_active_requests", "ddtree_queued_requests")
 PROGRESS = "ddtree_rounds_total"
 _POLL_S = 1.0
-_QUIET_POLLS = 2  # the server publishes its numbers now and then: one zero may be an old one
 _READ_S = 5.0
 _TINY_REQUEST = {"text_input": "a", "max_tokens": 1, "draft_mode": "off"}
 
@@ -50,11 +48,11 @@ class Server:
         with urllib.request.urlopen(request, timeout=timeout_s) as answer:  # noqa: S310
             answer.read()
 
-    def total(self, *names: str) -> float | None:
-        """Sum of all samples of these metrics; None when there is none of them. Raises OSError."""
+    def total(self, name: str) -> float | None:
+        """Sum of all samples of a metric; None when there is none. Raises OSError."""
         with urllib.request.urlopen(f"{self._metrics}/metrics", timeout=_READ_S) as answer:  # noqa: S310
             lines = answer.read().decode().splitlines()
-        values = [float(line.rsplit(" ", 1)[1]) for line in lines if _name_of(line) in names]
+        values = [float(line.rsplit(" ", 1)[1]) for line in lines if _name_of(line) == name]
         return sum(values) if values else None
 
 
@@ -109,27 +107,6 @@ class _Attempt:
         self.ended.set()
 
 
-def drain(server: Server, settle_s: float, timeout_s: float, sleep: Callable[[float], None]) -> Verdict:
-    """Wait until no request is left.
-
-    First some time in which everybody learns that this pod takes no new requests. A stop that came at once
-    would end streams: Triton cuts its own calls between models on SIGTERM.
-    """
-    sleep(settle_s)
-    deadline = time.monotonic() + timeout_s
-    quiet = 0
-    while True:
-        left = server.total(*RUNNING)
-        if left is None:
-            return True, f"no metric {' or '.join(RUNNING)}: nothing to wait for"
-        quiet = 0 if left else quiet + 1
-        if quiet == _QUIET_POLLS:
-            return True, "no request is left"
-        if time.monotonic() >= deadline:
-            return False, f"{left:g} requests are left after {timeout_s:g} s"
-        sleep(_POLL_S)
-
-
 def main(arguments: Sequence[str]) -> int:
     """Run one probe; says why on stderr, which the kubelet puts into the pod's events."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -138,18 +115,13 @@ def main(arguments: Sequence[str]) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("ready").add_argument("models", nargs="+")
     commands.add_parser("alive").add_argument("--timeout-seconds", type=float, default=30.0)
-    draining = commands.add_parser("drain")
-    draining.add_argument("--settle-seconds", type=float, default=10.0)
-    draining.add_argument("--timeout-seconds", type=float, default=120.0)
     options = parser.parse_args(arguments)
     server = Server(options.http, options.metrics)
     try:
         if options.command == "ready":
             is_well, why = ready(server, options.models)
-        elif options.command == "alive":
-            is_well, why = alive(server, options.timeout_seconds)
         else:
-            is_well, why = drain(server, options.settle_seconds, options.timeout_seconds, time.sleep)
+            is_well, why = alive(server, options.timeout_seconds)
     except OSError as error:
         is_well, why = False, f"the server does not answer: {error}"
     sys.stderr.write(f"{why}\n")

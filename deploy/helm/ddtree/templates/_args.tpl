@@ -58,6 +58,7 @@
     "MAX_SEQUENCES" ($e.maxSequences | int64)
     "MAX_WAITING" ($e.maxWaiting | int64)
     "QUEUE_TIMEOUT_MS" ($e.queueTimeoutMs | int64)
+    "DRAFT_TIMEOUT_MS" ($e.draftTimeoutMs | int64)
     "MAX_NODES" ($e.maxNodes | int64)
     "MAX_STEP_NODES" ($e.maxStepNodes | int64)
     "SESSION_TTL_S" ($e.sessionTtlSeconds | int64)
@@ -70,9 +71,9 @@
 {{- if .Values.watchdog.enabled }}
 - name: DDTREE_WATCHED
   value: {{ include "ddtree.models" . }}
-- name: DDTREE_STAGE_RECOVERY_S
-  value: {{ .Values.watchdog.recoverySeconds | int64 | toString | quote }}
 {{- end }}
+- name: DDTREE_STAGE_RECOVERY_S
+  value: {{ .Values.watchdog.enabled | ternary (.Values.watchdog.recoverySeconds | int64) 0 | toString | quote }}
 - name: DDTREE_THREADS
 {{- if int64 $e.threads }}
   value: {{ $e.threads | int64 | toString | quote }}

@@ -79,5 +79,5 @@ livenessProbe:
 lifecycle:
   preStop:
     exec:
-      command: {{ toJson (concat $probe (list "drain" (printf "--settle-seconds=%d" (int .Values.drain.settleSeconds)) (printf "--timeout-seconds=%d" (int .Values.drain.timeoutSeconds)))) }}
+      command: {{ toJson (list "ddtree" "drain" (printf "--settle=%d" (int .Values.drain.settleSeconds)) (printf "--timeout=%d" (int .Values.drain.timeoutSeconds))) }}
 {{- end -}}
