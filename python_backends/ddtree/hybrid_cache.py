@@ -7,6 +7,7 @@ states that no session holds and make room, the one used longest ago first, when
 
     free        nothing of meaning
     snapshot    the state at the end of a page, under the page's key
+    mark        becoming one: written while its session reads past the end of a page
     owned       of one session
 
 A page's key stands for all ids up to its end, so a snapshot stays right even when its page is gone for a
@@ -22,6 +23,7 @@ import torch
 
 from ddtree.kv_cache import CacheShape, KvPool, Pages
 from ddtree.recurrent.state_pool import StatePool
+from ddtree.recurrent.step import Mark
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,7 @@ class HybridPool(KvPool):
         super().__init__(shape, budget_bytes=budget_bytes, page_size=page_size, device=device)
         self.states: StatePool = states
         self._snapshots: dict[bytes, int] = {}  # by page key, the one used longest ago first
+        self._marks: dict[int, int] = {}  # by the session's state
 
     @property
     def num_snapshots(self) -> int:
@@ -79,6 +82,7 @@ class HybridPool(KvPool):
     def release(self, pages: Pages) -> None:
         """Give pages and state back."""
         super().release(pages)
+        self._drop_mark(self.state_of(pages))
         self.states.release(self.state_of(pages))
 
     def usable(self, shared: Sequence[int]) -> Sequence[int]:
@@ -88,19 +92,40 @@ class HybridPool(KvPool):
                 return shared[:count]
         return ()
 
-    def keep(self, key: bytes, pages: Pages) -> None:
-        """Remember the state of a session that stands at the end of the page with this key.
+    def mark(self, pages: Pages, start: int, count: int) -> Mark | None:
+        """Where the state at the last end of a page among these rows is to be written.
 
-        It takes a state that nobody holds, or that of the oldest snapshot; when sessions hold all it is not
-        remembered.
+        None where no page ends before the last row, or sessions hold all states.
         """
+        own, end = self.state_of(pages), (start + count) // self.page_size * self.page_size
+        self._drop_mark(own)
+        if not start < end < start + count:
+            return None
+        state = self._take_state()
+        if state is None:
+            return None
+        self._marks[own] = state
+        return Mark(end - start, state)
+
+    def keep(self, key: bytes, pages: Pages, length: int) -> None:
+        """Remember the state at the end of the page with this key, the last full one of a session.
+
+        It was marked as the session read past it, or is the session's own if that ends there. It takes a
+        state that nobody holds or that of the oldest snapshot; when sessions hold all it is not remembered.
+        """
+        own = self.state_of(pages)
         if key in self._snapshots:
             self._snapshots[key] = self._snapshots.pop(key)
-            return
-        state = self._take_state()
-        if state is not None:
-            self.states.copy(self.state_of(pages), state)
+        elif own in self._marks:
+            self._snapshots[key] = self._marks.pop(own)
+        elif length % self.page_size == 0 and (state := self._take_state()) is not None:
+            self.states.copy(own, state)
             self._snapshots[key] = state
+        self._drop_mark(own)
+
+    def _drop_mark(self, own: int) -> None:
+        if (state := self._marks.pop(own, None)) is not None:
+            self.states.release(state)
 
     def _state_after(self, shared: Sequence[int]) -> int | None:
         """A state for a new session, as it was at the end of `shared`; empty without pages."""
@@ -132,4 +157,5 @@ class HybridPool(KvPool):
         """Assert that pages and states are accounted for by their owners and the snapshots."""
         owners = list(owners)
         super().check_integrity(owners)
-        self.states.check_integrity([*map(self.state_of, owners), *self._snapshots.values()])
+        kept = (*self._snapshots.values(), *self._marks.values())
+        self.states.check_integrity([*map(self.state_of, owners), *kept])

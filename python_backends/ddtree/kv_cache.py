@@ -28,6 +28,7 @@ from ddtree.page_table import PageTable
 
 if TYPE_CHECKING:
     from ddtree.recurrent.state_pool import StatePool
+    from ddtree.recurrent.step import Mark
 
 
 @dataclass(frozen=True)
@@ -166,8 +167,13 @@ class KvPool:
         """The part of full pages, found one after another, after which a session can go on."""
         return shared
 
-    def keep(self, key: bytes, pages: Pages) -> None:
-        """Note what a session is like at the end of the page with this key, if its pages do not say it."""
+    def mark(self, pages: Pages, start: int, count: int) -> Mark | None:
+        """Before a session reads `count` rows: what to note where a page ends among them, if pages do not."""
+        del pages, start, count
+        return None
+
+    def keep(self, key: bytes, pages: Pages, length: int) -> None:
+        """Remember a session at the end of the page with this key, the last full one of `length` slots."""
 
     def check_integrity(self, owners: Iterable[Pages]) -> None:
         """Assert that every page is accounted for by its owners, see `PageTable.check_integrity`."""

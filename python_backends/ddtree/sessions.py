@@ -114,8 +114,8 @@ class SessionTable:
         keys = self._grow(session, ids)
         for place, key in enumerate(keys, start=full):
             self._pool.table.publish(session.pages.indices[place], key)
-        if keys and session.length % self._pool.page_size == 0:
-            self._pool.keep(keys[-1], session.pages)
+        if keys:
+            self._pool.keep(keys[-1], session.pages, session.length)
 
     @staticmethod
     def _grow(session: Session, ids: Sequence[int]) -> list[bytes]:

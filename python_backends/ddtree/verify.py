@@ -266,7 +266,7 @@ class TargetVerifier:
     ) -> Segment:
         if depths is None:
             depths = torch.arange(count, device=self._device)
-        return Segment(start, count, session.pages, session.length, depths, sees)
+        return Segment(start, count, session.pages, session.length, depths, sees, session.keys is not None)
 
     def _commit(
         self, sessions: Sequence[Session], plan: StepPlan, step: TargetStep, accepted: Acceptance

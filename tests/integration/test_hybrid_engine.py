@@ -114,6 +114,7 @@ async def test_a_prefix_hit_brings_state_and_convolution(folder: Path) -> None:
     source, hits = random.Random(7), []
     system = tuple(source.randrange(256) for _ in range(64))
     prompts = [(*system, *(source.randrange(256) for _ in range(n))) for n in (5, 9, 1)]
+    other = GenerationParams((3, 1, 4, 1, 5), max_tokens=8, tree_budget=4, ignore_eos=True)
 
     def listen(event: Event) -> None:
         if isinstance(event, PrefixHit):
@@ -127,8 +128,9 @@ async def test_a_prefix_hit_brings_state_and_convolution(folder: Path) -> None:
             found[is_cached] = []
             for prompt in (*prompts, prompts[0]):
                 params = GenerationParams(prompt, max_tokens=8, tree_budget=16, ignore_eos=True)
-                (sink,) = await generate_all(engine, [params])
-                found[is_cached].append(sink.token_ids)
+                # Behind another one: chunks then end anywhere, not where pages do.
+                beside, sink = await generate_all(engine, [other, params])
+                found[is_cached] += [sink.token_ids, beside.token_ids]
                 assert is_cached or not hits
     assert found[True] == found[False]
     assert found[True][0] == GreedyReference(folder)(prompts[0], 8)

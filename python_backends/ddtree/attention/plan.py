@@ -26,6 +26,7 @@ class Segment:
     prefix: int  # committed length: all of it is visible to every row
     depths: torch.Tensor  # [count] position of each row after the prefix; 0 for the first
     sees: torch.Tensor | None  # [count, count] bool, which rows see which; None: each sees those before it
+    is_shared: bool = False  # whether others may go on from this session's full pages
 
     @property
     def stop(self) -> int:
@@ -65,7 +66,7 @@ class StepPlan:
         slots = [segment.pages.slots[segment.prefix : segment.prefix + segment.count] for segment in segments]
         recurrent = None
         if pool.states is not None:
-            recurrent = RecurrentStep.build(pool.states, _spans(pool, segments), keeps=keeps)
+            recurrent = RecurrentStep.build(pool.states, _spans(pool, segments, keeps=keeps), keeps=keeps)
         return cls(pool, segments, torch.cat(slots), recurrent)
 
     def page_layer(self, layer: int) -> int:
@@ -111,12 +112,14 @@ class StepPlan:
         return visible
 
 
-def _spans(pool: KvPool, segments: tuple[Segment, ...]) -> list[Span]:
+def _spans(pool: KvPool, segments: tuple[Segment, ...], *, keeps: bool) -> list[Span]:
     spans = []
     for segment in segments:
         state = pool.state_of(segment.pages)
         assert state is not None, "a pool with states has one for every session's pages"
-        spans.append(Span(segment.start, segment.count, state, segment.depths, segment.sees))
+        is_marked = keeps and segment.is_shared
+        mark = pool.mark(segment.pages, segment.prefix, segment.count) if is_marked else None
+        spans.append(Span(segment.start, segment.count, state, segment.depths, segment.sees, mark))
     return spans
 
 

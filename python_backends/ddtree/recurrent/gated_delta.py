@@ -23,6 +23,7 @@ tensors; not layers, sessions or where a state is kept.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -63,11 +64,20 @@ class Staged:
 
 
 @dataclass(frozen=True)
+class Stop:
+    """A row of a chain after which the state is wanted as well."""
+
+    sequence: int
+    rows: int  # 1..N
+
+
+@dataclass(frozen=True)
 class ReadChain:
     """What a chain gives."""
 
     outputs: torch.Tensor  # [S, Hv, N, dv]
     states: torch.Tensor  # [S, Hv, dk, dv] after the last row
+    stopped: tuple[torch.Tensor, ...]  # each [Hv, dk, dv], one per stop asked for
 
 
 def unit(
@@ -137,16 +147,26 @@ def read_chain(
     rows: Rows,
     states: torch.Tensor,  # [S, Hv, dk, dv] float32
     block: int = CHAIN_BLOCK,
+    stops: Sequence[Stop] = (),
 ) -> ReadChain:
     """Work out chains block after block: a prompt's chunk, whose every row is kept."""
     outputs = []
+    stopped: dict[Stop, torch.Tensor] = {}
     for start in range(0, rows.keys.shape[2], block):
         part = rows.part(start, start + block)
         count = part.keys.shape[2]
         ones = torch.ones((count, count), dtype=torch.bool, device=states.device)
         staged = stage_tree(part, states, ones.tril().expand(len(states), -1, -1))
+        for stop in stops:
+            if start < stop.rows <= start + count:
+                own = slice(stop.sequence, stop.sequence + 1)
+                rest = torch.tensor([stop.rows - start], device=states.device)
+                after = commit_path(
+                    states[own], part.keys[own], staged.updates[own], staged.decays[own], rest
+                )
+                stopped[stop] = after[0]
         lengths = torch.full((len(states),), count, device=states.device)
         # Padding at a chain's end decays nothing and adds nothing, so the last row is right for all.
         states = commit_path(states, part.keys, staged.updates, staged.decays, lengths)
         outputs.append(staged.outputs)
-    return ReadChain(torch.cat(outputs, dim=2), states)
+    return ReadChain(torch.cat(outputs, dim=2), states, tuple(stopped[stop] for stop in stops))

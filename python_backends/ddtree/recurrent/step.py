@@ -22,8 +22,16 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from ddtree.recurrent.gated_delta import Rows, commit_path, path_decays, read_chain, stage_tree
+from ddtree.recurrent.gated_delta import Rows, Stop, commit_path, path_decays, read_chain, stage_tree
 from ddtree.recurrent.state_pool import StatePool
+
+
+@dataclass(frozen=True)
+class Mark:
+    """Where the state after some rows of a chain is written as well, beside the state after all of them."""
+
+    rows: int
+    state: int
 
 
 @dataclass(frozen=True)
@@ -35,6 +43,7 @@ class Span:
     state: int  # its place in the pool
     depths: torch.Tensor  # [count] int64, depth of each row after the committed prefix
     sees: torch.Tensor | None  # [count, count] bool; None: each row sees those before it
+    mark: Mark | None = None  # only where the rows are kept
 
 
 @dataclass(frozen=True)
@@ -60,6 +69,7 @@ class RecurrentStep:
     sees: torch.Tensor | None  # [S, N, N] bool, padded; a padding row sees itself; None: chains that are kept
     windows: torch.Tensor  # [n, kernel] int64 into all sequences' tails, one after another, and the rows
     places: torch.Tensor  # [n] int64 into [S * N], where each row stands in the padded batch
+    marks: dict[int, Mark]  # by sequence
 
     @property
     def keeps(self) -> bool:
@@ -97,6 +107,7 @@ class RecurrentStep:
             None if keeps else torch.stack(sees),
             torch.cat(windows),
             torch.cat(places),
+            {index: span.mark for index, span in enumerate(spans) if span.mark is not None},
         )
 
     def convolve(
@@ -117,7 +128,12 @@ class RecurrentStep:
             for position in range(self.windows.shape[1]):
                 output.addcmul_(sources[self.windows[:, position]].float(), weight[:, position].float())
         if self.keeps:
-            self.pool.tails[place, self.states] = _next_tails(tails, inputs, self._chain_rows(), self.counts)
+            rows = self._chain_rows()
+            for sequence, mark in self.marks.items():
+                own = slice(sequence, sequence + 1)
+                count = self.counts.new_tensor([mark.rows])
+                self.pool.tails[place, mark.state] = _next_tails(tails[own], inputs, rows[own], count)[0]
+            self.pool.tails[place, self.states] = _next_tails(tails, inputs, rows, self.counts)
         else:
             self.pool.stash.inputs[place, : len(inputs)] = inputs
         return output
@@ -136,7 +152,10 @@ class RecurrentStep:
             self._pad_rows(rows.betas.float().unsqueeze(-1)).squeeze(-1),
         )
         if self.sees is None:
-            read = read_chain(padded, matrices)
+            stops = [Stop(sequence, mark.rows) for sequence, mark in self.marks.items()]
+            read = read_chain(padded, matrices, stops=stops)
+            for mark, state in zip(self.marks.values(), read.stopped, strict=True):
+                self.pool.matrices[place, mark.state] = state
             self.pool.matrices[place, self.states] = read.states
             return self._flat(read.outputs)
         staged, stash = stage_tree(padded, matrices, self.sees), self.pool.stash.layer(place)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from ddtree.recurrent.gated_delta import Rows, commit_path, read_chain, stage_tree, unit
+from ddtree.recurrent.gated_delta import Rows, Stop, commit_path, read_chain, stage_tree, unit
 from tests.fakes.random_trees import path_to, random_parents, sees_of
 from tests.oracles.gated_delta_steps import Token, walk_path
 
@@ -126,7 +126,8 @@ def test_a_chain_is_the_same_as_a_tree_and_as_a_prompt(block: int) -> None:
     counts = [40, 13]
     rows = padded(random_rows(generator, 2, 40), counts)
     states = random_states(generator, 2)
-    read = read_chain(rows, states, block)
+    stops = [Stop(1, 1), Stop(0, 7), Stop(0, 40), Stop(1, 12)]
+    read = read_chain(rows, states, block, stops)
     staged = stage_tree(rows, states, padded_sees([list(range(39)), list(range(12))]))
     committed = commit_path(states, rows.keys, staged.updates, staged.decays, torch.tensor(counts))
     assert far(read.outputs, staged.outputs) <= EXACT
@@ -134,6 +135,9 @@ def test_a_chain_is_the_same_as_a_tree_and_as_a_prompt(block: int) -> None:
     for index, count in enumerate(counts):
         expected = walk_path(states[index], tokens_of(rows, index, range(count)))
         assert far(read.states[index], expected.state) <= EXACT
+    for stop, state in zip(stops, read.stopped, strict=True):
+        expected = walk_path(states[stop.sequence], tokens_of(rows, stop.sequence, range(stop.rows)))
+        assert far(state, expected.state) <= EXACT
 
 
 def test_branches_that_fade_differently_do_not_overflow() -> None:

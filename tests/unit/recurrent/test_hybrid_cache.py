@@ -42,7 +42,14 @@ class Cache:
             self.texts[session_id] = ids[: session.length]
         return session
 
-    def commit(self, session: Session, ids: tuple[int, ...]) -> None:
+    def commit(self, session: Session, ids: tuple[int, ...], *, reads: bool = False) -> None:
+        """Take in ids as a round does, or as a chunk of a prompt, which is marked where a page ends in it."""
+        mark = self.pool.mark(session.pages, session.length, len(ids)) if reads else None
+        if mark is not None:
+            text = self.texts[session.session_id] + ids[: mark.rows]
+            assert len(text) % SIZE == 0
+            value = content(session.prefix.salt, text)
+            self.states.matrices[:, mark.state], self.states.tails[:, mark.state] = value, value + 1
         self.texts[session.session_id] += ids
         value = content(session.prefix.salt, self.texts[session.session_id])
         state = self.pool.state_of(session.pages)
@@ -102,6 +109,25 @@ def test_pages_without_a_snapshot_are_not_shared() -> None:
     session = opened(cache, 2, text)
     assert session.length == 0
     assert not set(session.pages.indices) & set(next(iter(cache.table)).pages.indices)
+
+
+def test_a_chunk_that_passes_the_end_of_a_page_leaves_the_state_there() -> None:
+    cache, text = Cache(states=6), tuple(range(20))
+    first = opened(cache, 1, text)
+    cache.commit(first, text[:1], reads=True)
+    assert cache.pool.num_snapshots == 0
+    cache.commit(first, text[1:10], reads=True)
+    cache.commit(first, text[10:11], reads=True)
+    assert cache.pool.num_snapshots == 1
+    second = opened(cache, 2, text)
+    assert second.length == 8
+    cache.pool.mark(second.pages, 8, 7)
+    assert cache.pool.mark(second.pages, 8, 3) is None, "no page ends there, and the mark before is dropped"
+    cache.check()
+    cache.pool.mark(second.pages, 8, 7)
+    cache.table.release([2])
+    cache.check()
+    assert len(cache.states) == 2, "a session that ends gives its mark back"
 
 
 def test_salts_keep_states_apart() -> None:
@@ -183,9 +209,12 @@ def test_sessions_in_any_order_keep_their_states() -> None:
             cache.follow(session)
             rest = tuple(session.prefix.ids[session.length :])
             room = session.pages.capacity - session.length
-            ids = rest[: source.choice((1, 4, 8))] or tuple(source.randrange(2) for _ in range(min(3, room)))
+            is_read = bool(rest)
+            ids = rest[: source.choice((1, 3, 4, 6, 8))] or tuple(
+                source.randrange(2) for _ in range(min(3, room))
+            )
             if ids:
-                cache.commit(session, ids)
+                cache.commit(session, ids, reads=is_read)
         else:
             cache.table.release([source.choice(live).session_id])
         cache.check()
