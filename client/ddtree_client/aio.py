@@ -19,7 +19,17 @@ from ddtree_client.channel import CHANNEL_OPTIONS, checked_address, credentials
 from ddtree_client.client import HEALTH_TIMEOUT_S
 from ddtree_client.errors import DDTreeClientError, error_from_status
 from ddtree_client.exchange import Exchange
-from ddtree_client.health import STAGE_MODELS, Health, describe_request, read_description, read_index
+from ddtree_client.health import (
+    KNOWN_MODELS,
+    STAGE_MODELS,
+    Health,
+    ModelHealth,
+    describe_request,
+    is_closed,
+    read_description,
+    read_index,
+    seen_ready,
+)
 from ddtree_client.types import Chunk, GenerateOptions, Message, Result, Tls
 from ddtree_client.wire import Prompts, many_prompts, one_prompt
 
@@ -154,8 +164,7 @@ class AsyncClient:
     async def health(self, *, timeout_s: float = HEALTH_TIMEOUT_S) -> Health:
         """How the server and its models are. Raises ServerUnavailableError when no server answers."""
         live = (await self._unary("ServerLive", service_pb2.ServerLiveRequest(), timeout_s)).live
-        index = await self._unary("RepositoryIndex", service_pb2.RepositoryIndexRequest(), timeout_s)
-        models = read_index(index)
+        models = await self._models(timeout_s)
         stages = {
             model.name: await self._describe(model.name, timeout_s)
             for model in models
@@ -213,6 +222,19 @@ class AsyncClient:
         async for _ in self._send(exchange):
             pass
         return exchange.results()
+
+    async def _models(self, timeout_s: float) -> tuple[ModelHealth, ...]:
+        try:
+            index = await self._unary("RepositoryIndex", service_pb2.RepositoryIndexRequest(), timeout_s)
+            return read_index(index)
+        except DDTreeClientError as error:
+            if not is_closed(error):
+                raise
+        names = (self._model, *KNOWN_MODELS)
+        asked = {name: service_pb2.ModelReadyRequest(name=name) for name in names}
+        return seen_ready(
+            {name: (await self._unary("ModelReady", ask, timeout_s)).ready for name, ask in asked.items()}
+        )
 
     async def _describe(self, model: str, timeout_s: float) -> Mapping[str, Any]:
         try:

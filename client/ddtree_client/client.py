@@ -16,7 +16,17 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 from ddtree_client.channel import CHANNEL_OPTIONS, checked_address, credentials
 from ddtree_client.errors import DDTreeClientError, error_from_status
 from ddtree_client.exchange import Exchange
-from ddtree_client.health import STAGE_MODELS, Health, describe_request, read_description, read_index
+from ddtree_client.health import (
+    KNOWN_MODELS,
+    STAGE_MODELS,
+    Health,
+    ModelHealth,
+    describe_request,
+    is_closed,
+    read_description,
+    read_index,
+    seen_ready,
+)
 from ddtree_client.types import Chunk, GenerateOptions, Message, Result, Tls
 from ddtree_client.wire import Prompts, many_prompts, one_prompt
 
@@ -145,7 +155,7 @@ class Client:
     def health(self, *, timeout_s: float = HEALTH_TIMEOUT_S) -> Health:
         """How the server and its models are. Raises ServerUnavailableError when no server answers."""
         live = self._unary("ServerLive", service_pb2.ServerLiveRequest(), timeout_s).live
-        models = read_index(self._unary("RepositoryIndex", service_pb2.RepositoryIndexRequest(), timeout_s))
+        models = self._models(timeout_s)
         stages = {
             model.name: self._describe(model.name, timeout_s)
             for model in models
@@ -195,6 +205,19 @@ class Client:
         for _ in self._send(exchange):
             pass
         return exchange.results()
+
+    def _models(self, timeout_s: float) -> tuple[ModelHealth, ...]:
+        try:
+            index = self._unary("RepositoryIndex", service_pb2.RepositoryIndexRequest(), timeout_s)
+            return read_index(index)
+        except DDTreeClientError as error:
+            if not is_closed(error):
+                raise
+        names = (self._model, *KNOWN_MODELS)
+        asked = {name: service_pb2.ModelReadyRequest(name=name) for name in names}
+        return seen_ready(
+            {name: self._unary("ModelReady", ask, timeout_s).ready for name, ask in asked.items()}
+        )
 
     def _describe(self, model: str, timeout_s: float) -> Mapping[str, Any]:
         try:

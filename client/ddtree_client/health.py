@@ -13,9 +13,11 @@ from typing import Any
 
 from tritonclient.grpc import InferResult
 
+from ddtree_client.errors import DDTreeClientError
 from ddtree_client.wire import build_bytes_request
 
 STAGE_MODELS = ("target_verifier", "drafter")
+KNOWN_MODELS = ("drafter", "target_verifier", "tree_builder")
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,19 @@ def read_index(index: Any) -> tuple[ModelHealth, ...]:
         for entry in index.models
     )
     return tuple(sorted(models, key=lambda model: model.name))
+
+
+def is_closed(error: DDTreeClientError) -> bool:
+    """Whether a call was refused because it is for operators, who have a key."""
+    return "protocol is restricted" in error.message
+
+
+def seen_ready(ready: Mapping[str, bool]) -> tuple[ModelHealth, ...]:
+    """The known models of a server that lists none, by what it says of each."""
+    return tuple(
+        ModelHealth(name, "", is_ready, "READY" if is_ready else "NOT READY", "")
+        for name, is_ready in sorted(ready.items())
+    )
 
 
 def describe_request(model: str) -> Any:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import secrets
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import cast
 
 import click
 
+from ddtree_client.control import ServerControl
+from ddtree_client.watchdog import Watchdog
 from ddtree_local.demo_target import ensure_demo_target
 from ddtree_local.errors import LocalTritonError, ServerStartError
 from ddtree_local.ports import Ports
@@ -19,6 +22,7 @@ from ddtree_local.project import find_project
 from ddtree_local.server import LocalTriton
 from ddtree_local.serving import (
     ORCHESTRATOR,
+    STAGES,
     ServedPair,
     Topology,
     check_prerequisites,
@@ -26,7 +30,7 @@ from ddtree_local.serving import (
     sigterm_as_interrupt,
 )
 
-_POLL_S = 3600.0  # only how long one look at the server's end lasts; Ctrl-C interrupts it
+_LOOK_S = 2.0  # between two looks at the models
 _FOLDER = click.Path(path_type=Path)
 
 
@@ -59,15 +63,19 @@ def _gateway(server: LocalTriton, host: str, port: int | None) -> Iterator[None]
             gateway.terminate()
 
 
-def _serve(server: LocalTriton, log: Path, host: str, gateway_port: int | None) -> None:
+def _serve(
+    server: LocalTriton, log: Path, host: str, gateway_port: int | None, watch: Callable[[], Watchdog]
+) -> None:
     with sigterm_as_interrupt():
         try:
             with waiting("Starting Triton and loading the models"):
                 server.start()
             click.echo(_greeting(server, log))
+            dog = watch()
             with _gateway(server, host, gateway_port):
-                while not server.wait(_POLL_S):
-                    pass
+                while not server.wait(_LOOK_S):
+                    for line in dog.look():
+                        click.echo(line, err=True)
         except KeyboardInterrupt:
             with waiting("Stopping Triton"):
                 server.stop()
@@ -126,8 +134,15 @@ def main(
         )
         log = project.root / ".cache" / "serve.log"
         ports = Ports(http_port, grpc_port, metrics_port)
-        server = local_server(project, pair, host=host, ports=ports, log_path=log, unary=unary)
-        _serve(server, log, host, gateway_port)
+        gate, key = project.root / ".cache" / "serve.drain", secrets.token_hex(16)
+        gate.unlink(missing_ok=True)
+        server = local_server(
+            project, pair, host=host, ports=ports, log_path=log, unary=unary, watch_key=key, drain_file=gate
+        )
+        models = (ORCHESTRATOR,) if topology == "in_process" else (*STAGES, ORCHESTRATOR)
+        _serve(
+            server, log, host, gateway_port, lambda: Watchdog(ServerControl(server.http_url, key=key), models)
+        )
     except LocalTritonError as error:
         raise click.ClickException(str(error)) from None
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Literal, NoReturn
 
+from ddtree_client.control import KEY_HEADER
 from ddtree_local.errors import LocalTritonError, PrerequisiteError
 from ddtree_local.ports import Ports
 from ddtree_local.prerequisites import missing
@@ -23,6 +24,11 @@ Topology = Literal["bls", "in_process"]
 
 ORCHESTRATOR = "ddtree"
 """The model that clients call."""
+
+STAGES = ("tree_builder", "drafter", "target_verifier")
+"""The models that it calls in topology `bls`."""
+
+_RECOVERY_S = "60"
 
 
 @dataclass(frozen=True)
@@ -91,19 +97,29 @@ def local_server(
     log_path: Path | None = None,
     ready_timeout_s: float = 600.0,
     unary: bool = False,
+    watch_key: str = "",
+    drain_file: Path | None = None,
 ) -> LocalTriton:
     """A server, not started yet, for the project's models and this pair; `ports` None picks free ones.
 
-    With `unary` it also has the model `ddtree_unary`.
+    With `unary` it also has the model `ddtree_unary`. With `watch_key` a watchdog that knows the key can have
+    models loaded again, and sequences wait for that. `drain_file` is what `ddtree drain` makes.
     """
-    load_models = pair.load_models
+    load_models, arguments, env = pair.load_models, [], dict(pair.environment)
+    if watch_key:
+        load_models = load_models or (*STAGES, ORCHESTRATOR)
+        closed = f"model-repository:{KEY_HEADER}={watch_key}"
+        arguments = [f"--http-restricted-api={closed}", f"--grpc-restricted-protocol={closed}"]
+        env["DDTREE_STAGE_RECOVERY_S"] = _RECOVERY_S
+    if drain_file is not None:
+        env["DDTREE_DRAIN_FILE"] = str(drain_file)
     if unary and load_models is not None:
         load_models = (*load_models, f"{ORCHESTRATOR}_unary")
     return LocalTriton(
         project.model_repository,
         load_models=load_models,
-        extra_args=[f"--model-repository={project.unary_repository}"] if unary else [],
-        env=pair.environment,
+        extra_args=[*arguments, *([f"--model-repository={project.unary_repository}"] if unary else [])],
+        env=env,
         host=host,
         http_port=ports.http if ports else None,
         grpc_port=ports.grpc if ports else None,
