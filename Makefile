@@ -33,7 +33,7 @@ DEPLOY_TOOLS := $(wildcard requirements/deploy/*.txt requirements/examples/*.txt
 PACKAGES := python_backends client deploy/local
 # What `make lint` checks; Triton fixes the name model.py, so those are checked one by one.
 CHECKED := $(wildcard python_backends/ddtree client/ddtree_client client/ddtree_gateway deploy/local/ddtree_local benchmarks tests) deploy/helm/chart_docs.py $(wildcard deploy/helm/ddtree/files/*.py)
-MODELS := $(wildcard model_repository*/*/1/model.py tests/fakes/*/1/model.py tests/triton/repositories/*/*/1/model.py)
+MODELS := $(wildcard model_repository*/*/1/model.py benchmarks/*/1/model.py tests/fakes/*/1/model.py tests/triton/repositories/*/*/1/model.py)
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))

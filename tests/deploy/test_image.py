@@ -154,7 +154,7 @@ def test_the_stub_finds_the_environment_first(instructions: list[Instruction]) -
 
 def test_the_versions_are_those_that_were_tested() -> None:
     files = ("constraints", "observability", "gateway", "local")
-    local = {}
+    local: dict[str, str] = {}
     for name in files:
         local |= pins(ROOT / "requirements" / f"{name}.txt")
     client = pins(ROOT / "deploy" / "docker" / "client.txt")

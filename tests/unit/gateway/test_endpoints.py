@@ -44,7 +44,7 @@ async def test_a_server_that_has_died_since_the_last_look_is_noticed_by_its_firs
     settings = Settings(endpoints=("127.0.0.1:1",), check_interval_s=60)
     endpoints = Endpoints(settings)
     endpoints.all[0].note(ready=True)
-    request = CompletionRequest(model="ddtree", prompt="x")
+    request = CompletionRequest.model_validate({"model": "ddtree", "prompt": "x"})
     generation = Generation(completion_order(request, settings), endpoints, ClientMetrics())
     with pytest.raises(ServerUnavailableError):
         await anext(generation.chunks())
