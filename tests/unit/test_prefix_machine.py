@@ -22,10 +22,12 @@ from tests.oracles.page_model import Held, PageModel
 
 SIZE, NUM_PAGES = 3, 8
 SHAPE = CacheShape(layers=1, kv_heads=1, head_dim=1, feature_size=1, dtype=torch.float64)
-# Few tokens and fixed lengths: texts begin alike often, and sessions of the same length are common.
-TEXTS = st.sampled_from([4, 7, 7, 8, 10]).flatmap(
-    lambda length: st.lists(st.integers(0, 1), min_size=length, max_size=length).map(tuple)
-)
+# Few beginnings, tails and lengths: hits of every size, and sessions of the same length, are common.
+TEXTS = st.tuples(
+    st.sampled_from([(0,) * 9, (0, 0, 0, 1, 1, 1, 0, 1, 0)]),
+    st.integers(0, 9),
+    st.sampled_from([(1,), (0, 1), (1, 1, 1, 1)]),
+).map(lambda parts: (*parts[0][: parts[1]], *parts[2]))
 SALTS = st.sampled_from(["", "", "other"])
 
 
