@@ -71,7 +71,8 @@ def _load_target(config: ServingConfig, draft: DraftCheckpoint) -> TargetModel:
     _set_threads(config)
     taps = draft.config.target_layer_ids
     device = loading.choose_device(config.device)
-    states = StateBudget(config.state_cache_mib * _MIB, config.max_nodes)
+    most_rows = config.max_step_nodes + config.max_sequences
+    states = StateBudget(config.state_cache_mib * _MIB, config.max_nodes, most_rows)
     target = TargetModel.load(
         config.target, dtype=config.dtype, device=device, taps=taps, state_budget=states
     )

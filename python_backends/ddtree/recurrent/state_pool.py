@@ -68,6 +68,7 @@ class StateBudget:
 
     budget_bytes: int = 512 * _MIB  # of states and stash together
     max_nodes: int = 256  # of one sequence's tree, root not counted
+    most_rows: int = 544  # of all trees and roots of a step
 
 
 @dataclass(frozen=True)
@@ -79,13 +80,16 @@ class PoolSize:
 
     @classmethod
     def of(cls, shape: StateShape, budget: StateBudget) -> PoolSize:
-        """Divide a budget: the stash gets an eighth of it or what one sequence needs, states the rest.
+        """Divide a budget: states get what the stash leaves.
+
+        The stash has room for the largest step, but takes no more than a quarter unless one tree needs it:
+        without states nobody is served, without room in the stash a step is done in several.
 
         Raises:
             ConfigError: not even one sequence fits.
         """
         budget_bytes, least_rows = budget.budget_bytes, budget.max_nodes + 1
-        rows = max(least_rows, budget_bytes // 8 // shape.bytes_per_row)
+        rows = max(least_rows, min(budget.most_rows, budget_bytes // 4 // shape.bytes_per_row))
         states = (budget_bytes - rows * shape.bytes_per_row) // shape.bytes_per_state
         if states < 1:
             needed = shape.bytes_per_state + least_rows * shape.bytes_per_row

@@ -39,7 +39,8 @@ def test_a_27b_target_needs_147_mib_a_sequence_and_2_4_mib_a_node() -> None:
 def test_a_budget_is_divided_and_kept() -> None:
     size = PoolSize.of(LARGE, StateBudget(8192 * MIB, 64))
     assert size.rows * LARGE.bytes_per_row + size.states * LARGE.bytes_per_state <= 8192 * MIB
-    assert (size.states, size.rows) == (48, 418)
+    assert size == PoolSize(46, 544), "a whole step fits"
+    assert PoolSize.of(LARGE, StateBudget(4096 * MIB, 64)) == PoolSize(20, 418), "a quarter is the stash"
     assert PoolSize.of(LARGE, StateBudget(1024 * MIB, 256)) == PoolSize(2, 257)
 
 
