@@ -16,9 +16,13 @@ from ddtree.config import ServingConfig
 from ddtree.errors import CheckpointError, ConfigError
 from ddtree.events import Event, PrefixHit
 from ddtree.hybrid_cache import HybridPool
+from ddtree.models.loading import read_target_config
 from ddtree.models.target import TargetStep
 from ddtree.params import DraftMode, GenerationParams
 from ddtree.sampling_spec import SamplingSpec
+from ddtree.train.targets import load_frozen
+from ddtree.trtllm.library import EngineUnfit
+from ddtree.trtllm.loading import _check_target as check_engine_target
 from ddtree.types import AUTO_BUDGET, PrefillRequest, SessionBatch, Status, TreeBatch, VerifyRequest
 from ddtree.verify import TargetVerifier
 from tests.fakes.hybrid_families import HYBRIDS, make_hybrid
@@ -226,6 +230,14 @@ def test_a_prompt_that_failed_half_way_is_forgotten(folder: Path) -> None:
     assert verifier.prefill(more).status.tolist() == [Status.SESSION_LOST]
     verifier.check_integrity()
     assert verifier.usage().pages_used == len(pool_of(verifier).states) == 0
+
+
+def test_what_cannot_run_them_says_so(folder: Path) -> None:
+    """Training decodes with keys and values alone, and TensorRT-LLM's trees pass attention alone."""
+    with pytest.raises(CheckpointError, match=r"3 layers of .* are recurrent"):
+        load_frozen(folder, dtype=torch.float32, device=torch.device("cpu"))
+    with pytest.raises(EngineUnfit, match="3 of the target's layers are recurrent; set engine to torch"):
+        check_engine_target(read_target_config(folder), page_size=64, max_nodes=32)
 
 
 def test_a_budget_that_holds_no_sequence_is_refused_at_load(tmp_path: Path, folder: Path) -> None:

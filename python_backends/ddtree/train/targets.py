@@ -14,7 +14,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ddtree.errors import CheckpointError, InvalidArgument
-from ddtree.models.loading import load_target
+from ddtree.models.loading import load_target, read_target_config
+from ddtree.models.target_config import recurrent_layers
 from ddtree.train import decode_attention
 
 
@@ -22,8 +23,14 @@ def load_frozen(folder: Path, *, dtype: torch.dtype, device: torch.device) -> Pr
     """Load a target with the attention that generation and tapping use.
 
     Raises:
-        CheckpointError: the folder is no usable target.
+        CheckpointError: the folder is no usable target, or one with recurrent layers: the decoding here keeps
+            keys and values only.
     """
+    if layers := recurrent_layers(read_target_config(folder)):
+        raise CheckpointError(
+            f"target: expected attention in every layer to train a drafter for it, {len(layers)} layers of "
+            f"{folder} are recurrent; drafts for such targets are served, not trained here"
+        )
     return load_target(folder, dtype=dtype, device=device, attention=decode_attention.register())
 
 

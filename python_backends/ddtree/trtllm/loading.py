@@ -82,6 +82,11 @@ def _check_target(config: Any, page_size: int, max_nodes: int) -> None:
         raise EngineUnfit(
             "engine trtllm: only unquantised targets are loaded without the executor; give such a checkpoint"
         )
+    if layers := target_config.recurrent_layers(config):
+        raise EngineUnfit(
+            f"engine trtllm: its trees pass attention only, {len(layers)} of the target's layers are "
+            "recurrent; set engine to torch"
+        )
     if (window := target_config.sliding_window(config)) is not None:
         raise EngineUnfit(
             f"engine trtllm: its tree attention knows no sliding window, the target has one of {window}"
