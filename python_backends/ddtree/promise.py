@@ -67,9 +67,8 @@ class Promise:
         own = np.where(is_node, np.exp(log_probs.astype(np.float64)), 0.0)
         paths = own
         for _ in range(1, int(depths.max(initial=0))):
-            paths = own * np.take_along_axis(
-                np.pad(paths, ((0, 0), (1, 0)), constant_values=1), parents, axis=1
-            )
+            above = np.pad(paths, ((0, 0), (1, 0)), constant_values=1.0)
+            paths = own * np.take_along_axis(above, parents, axis=1)
         return cls(trees, own, paths)
 
     def tokens(self) -> list[float]:
