@@ -141,6 +141,23 @@ def test_a_missed_deadline(oracle_server: OracleServer) -> None:
     assert oracle_server.rounds() - before < 4 * SOON
 
 
+def test_a_deadline_on_the_server_gives_what_there_is(oracle_server: OracleServer) -> None:
+    with oracle_server.client() as client:
+        answer = client.generate(input_ids=PROMPT, deadline_ms=100, **ENDLESS)
+    assert answer.finish_reason == "deadline"
+    assert 0 < len(answer.token_ids) < MAX_TOKENS
+    assert list(answer.token_ids) == oracle_server.reference(PROMPT, len(answer.token_ids))
+
+
+def test_tritons_own_timeout_of_a_request_is_a_deadline(oracle_server: OracleServer) -> None:
+    with grpc.InferenceServerClient(oracle_server.triton.grpc_url) as client:
+        stream = Stream(client)
+        stream.open()
+        received = stream.ask(endless_tensors(), timeout=100_000)  # microseconds
+        assert received[-1].outputs["finish_reason"].item() == b"deadline"
+        client.stop_stream()
+
+
 def test_half_of_sixteen_streams_go_away_and_the_others_are_not_disturbed(
     oracle_server: OracleServer,
 ) -> None:
