@@ -20,7 +20,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch.nn import functional
 
 from ddtree.recurrent.gated_delta import Rows, Stop, commit_path, path_decays, read_chain, stage_tree
 from ddtree.recurrent.state_pool import StatePool
@@ -90,23 +89,22 @@ class RecurrentStep:
         rows = sum(span.count for span in spans)
         assert keeps or rows <= pool.size.rows, f"{rows} rows are staged, the stash holds {pool.size.rows}"
         assert not keeps or all(span.sees is None for span in spans), "only chains are kept whole"
-        tails = len(spans) * (pool.shape.kernel - 1)
-        sees, windows, places = [], [], []
+        sees = None if keeps else _sees(spans, widest, device)
+        depths = torch.zeros((len(spans), widest), dtype=torch.int64, device=device)
         for index, span in enumerate(spans):
-            tail = index * (pool.shape.kernel - 1)
-            windows.append(_windows(span, tail, tails + span.start, pool.shape.kernel))
-            places.append(index * widest + torch.arange(span.count, device=device))
-            if not keeps:
-                sees.append(_pad(_chain(span.count, device) if span.sees is None else span.sees, widest))
+            depths[index, : span.count] = span.depths
+        starts = torch.tensor([span.start for span in spans], device=device)
+        places = [index * widest + row for index, span in enumerate(spans) for row in range(span.count)]
+        stands = torch.tensor(places, device=device)
         return cls(
             pool,
             torch.tensor([span.state for span in spans], device=device),
-            torch.tensor([span.start for span in spans], device=device),
+            starts,
             torch.tensor([span.count for span in spans], device=device),
             widest,
-            None if keeps else torch.stack(sees),
-            torch.cat(windows),
-            torch.cat(places),
+            sees,
+            _windows(depths, sees, starts, pool.shape.kernel).flatten(0, 1)[stands],
+            stands,
             {index: span.mark for index, span in enumerate(spans) if span.mark is not None},
         )
 
@@ -228,29 +226,36 @@ class RecurrentStep:
         return batch.transpose(1, 2).flatten(0, 1)[self.places]
 
 
-def _chain(count: int, device: torch.device) -> torch.Tensor:
-    return torch.ones((count, count), dtype=torch.bool, device=device).tril()
+def _sees(spans: Sequence[Span], widest: int, device: torch.device) -> torch.Tensor:
+    """Who sees whom, `[S, N, N]`; padding sees itself."""
+    sees = torch.eye(widest, dtype=torch.bool, device=device).repeat(len(spans), 1, 1)
+    chain = torch.ones_like(sees[0]).tril()
+    for index, span in enumerate(spans):
+        own = chain[: span.count, : span.count] if span.sees is None else span.sees
+        sees[index, : span.count, : span.count] = own
+    return sees
 
 
-def _pad(sees: torch.Tensor, widest: int) -> torch.Tensor:
-    missing = widest - len(sees)
-    padded = functional.pad(sees, (0, missing, 0, missing))
-    padded.diagonal()[len(sees) :] = True
-    return padded
-
-
-def _windows(span: Span, tail: int, start: int, kernel: int) -> torch.Tensor:
-    """Sources of each row's window, oldest first; `tail` and `start` say where tail and rows begin."""
+def _windows(
+    depths: torch.Tensor,  # [S, N]
+    sees: torch.Tensor | None,  # [S, N, N]; None: chains
+    starts: torch.Tensor,  # [S]
+    kernel: int,
+) -> torch.Tensor:
+    """Sources of each row's window, oldest first, `[S, N, kernel]`: all tails, then all rows."""
+    size, device = kernel - 1, depths.device
+    own_tail = torch.arange(len(depths), device=device)[:, None] * size
+    own_rows = len(depths) * size + starts[:, None]
     columns = []
-    for back in range(kernel - 1, -1, -1):
-        wanted = span.depths - back
-        if span.sees is None:
+    for back in range(size, -1, -1):
+        wanted = depths - back
+        if sees is None:
             ancestor = wanted.clamp(min=0)
         else:
             # A row sees exactly one row of each depth above it, so the largest match is the only one.
-            ancestor = (span.sees & (span.depths == wanted[:, None])).to(torch.uint8).argmax(1)
-        columns.append(torch.where(wanted >= 0, start + ancestor, tail + kernel - 1 + wanted))
-    return torch.stack(columns, dim=1)
+            ancestor = (sees & (depths[:, None] == wanted[..., None])).to(torch.uint8).argmax(2)
+        columns.append(torch.where(wanted >= 0, own_rows + ancestor, own_tail + size + wanted))
+    return torch.stack(columns, dim=2)
 
 
 def _next_tails(
