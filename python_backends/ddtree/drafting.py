@@ -23,6 +23,7 @@ from ddtree.types import DraftResult, Status, TreeBatch, VerifyResult
 
 _LOG = logging.getLogger(__name__)
 _MAX_DRAFT_LOSSES = 3
+_MOST_READ_BACK = 1024  # tokens whose features are read back in one step
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class DraftingLoop:
         able = [live for live in batch if live.draft.is_wanted and live.sequence.remaining_tokens > 1]
         wanting = self._choose(able, len(batch))
         await self._catch_up(wanting)
-        wanting = [live for live in wanting if live.draft.is_wanted and not live.draft.is_lost]
+        wanting = [live for live in wanting if live.draft.is_ready]
         if not wanting:
             return [], None
         result = await self._ask(wanting, context_only=False)
@@ -113,7 +114,7 @@ class DraftingLoop:
     async def feed(self, batch: Sequence[Live]) -> None:
         """Deliver owed context without asking for candidates."""
         await self._catch_up([live for live in batch if live.draft.is_behind])
-        await self._deliver(batch)
+        await self._deliver([live for live in batch if not live.draft.is_behind])
 
     async def _deliver(self, batch: Sequence[Live]) -> None:
         owing = [
@@ -159,7 +160,7 @@ class DraftingLoop:
         """Give the drafter what it lacks: of sessions it lost, and of prompts that the verifier had cached.
 
         It opens them with what it has cached itself. The rest it reads of the features that the verifier
-        keeps, so the target never runs again.
+        keeps, so the target never runs again. A long one takes several steps: nobody waits for it longer.
         """
         for live in batch:
             if live.draft.is_lost:
@@ -167,9 +168,10 @@ class DraftingLoop:
                 self._observe(SessionLost(live, DRAFTER))
         if opening := [live for live in batch if live.draft.is_behind and not live.draft.length]:
             await self._open(opening)
+        left = _MOST_READ_BACK
         for live in batch:
-            if live.draft.is_behind:
-                await self._read_back(live)
+            if live.draft.is_behind and left > 0:
+                left -= await self._read_back(live, left)
 
     async def _open(self, batch: Sequence[Live]) -> None:
         try:
@@ -186,20 +188,25 @@ class DraftingLoop:
             else:
                 self._settle(live, status)
 
-    async def _read_back(self, live: Live) -> None:
-        draft, ids = live.draft, live.sequence.all_ids
+    async def _read_back(self, live: Live, most: int) -> int:
+        """Read at most so many tokens of what the drafter lacks, before what is owed; gives how many."""
+        draft, ids, begun = live.draft, live.sequence.all_ids, live.draft.length
         later_ids, later_features = draft.pending_ids, draft.pending_features
         draft.pending_ids, draft.pending_features = [], []
-        while draft.length + len(draft.pending_ids) < draft.behind_until:
-            await self._deliver([live])
-            if draft.is_lost or not draft.is_wanted:
-                return
-            start = draft.length
-            count = min(self._feed_chunk, draft.behind_until - start)
+        stop = min(draft.behind_until, begun + most)
+        for start in range(begun, stop, self._feed_chunk):
+            count = min(self._feed_chunk, stop - start)
             result = await self._stages.read_features(self._planner.features(live, start, count))
             if int(result.status[0]) != Status.OK:
                 draft.lose()  # the verifier lost it too: its own recovery comes with this round's verify
-                return
+                return start - begun
             draft.owe(ids[start : start + count], result.features)
+            if start + count == draft.behind_until:
+                draft.behind_until = draft.length  # the rest is at hand, and goes with what is owed
+            else:
+                await self._deliver([live])
+            if draft.is_lost or not draft.is_wanted:
+                return start + count - begun
         draft.pending_ids += later_ids
         draft.pending_features += later_features
+        return stop - begun

@@ -63,6 +63,11 @@ class DraftContext:
         """Whether what is owed begins after tokens that the drafter was never given."""
         return self.is_wanted and not self.is_lost and self.behind_until > self.length
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether the drafter has, with what is owed, all that was committed."""
+        return self.is_wanted and not self.is_lost and not self.is_behind
+
     def begin_behind(self, length: int) -> None:
         """Begin a new life: the verifier has so many tokens, and their features did not come from it."""
         self.forget()

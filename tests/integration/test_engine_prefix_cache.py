@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from ddtree import assembly
+from ddtree import assembly, drafting
 from ddtree.config import ServingConfig
 from ddtree.engine import Engine
 from ddtree.events import Event, PrefixHit, RoundDone, StageCalled
@@ -177,6 +177,24 @@ async def test_a_drafter_that_is_lost_after_a_hit(tiny_target: Path, name: str) 
         (sink,) = await generate_all(engine, [params])
     assert rounds > 4
     assert sink.token_ids == expected.token_ids
+
+
+async def test_what_a_drafter_lacks_is_read_back_over_several_steps(
+    tiny_target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Meanwhile rounds go on without drafts, and prompts are read on."""
+    monkeypatch.setattr(drafting, "_MOST_READ_BACK", 20)
+    verifier, params = make_verifier(tiny_target), request(CASES["sampled"])
+    expected, _, _ = await run_alone(verifier, tiny_target, params)
+    sink, listener, _ = await run_alone(verifier, tiny_target, params)
+    assert sink.token_ids == expected.token_ids
+    assert sink.stats is not None
+    assert sink.stats.accepted_tokens > 0
+    assert listener.calls[: listener.calls.index("build_tree")].count("verify") == 64 // 20
+    longer = request(CASES["greedy"], (*PROMPT, *b", and then what? Say it in many more words than before."))
+    hit, listener, _ = await run_alone(verifier, tiny_target, longer)
+    assert listener.hits == [64]
+    assert hit.token_ids == (await run_alone(make_verifier(tiny_target), tiny_target, longer))[0].token_ids
 
 
 @pytest.mark.parametrize("family", ["gemma3", "gpt-oss"])
