@@ -22,4 +22,6 @@ def test_the_baseline_asks_for_dflash_chains_in_recorded_words(project_root: Pat
         default = signature.parameters["decoding_type"].default
         assert default == "DFlash"
     assert {"model", "backend", "max_seq_len", "max_batch_size"} <= values.keys()
-    assert [item.name for item in path.parent.iterdir()] == ["model.yaml"], "NVIDIA's code stays in their image"
+    assert [item.name for item in path.parent.iterdir()] == ["model.yaml"], (
+        "NVIDIA's code stays in their image"
+    )
