@@ -19,6 +19,10 @@ from numpy.typing import NDArray
 from ddtree.promise import updated
 from ddtree.round_cost import RoundCost
 
+_PLAIN_EVERY = (
+    32  # rounds, one of which is plain where drafting pays little: nothing else tells what plain takes
+)
+_CLEAR_ADVANTAGE = 1.6
 _LEAST_TRIED = 0.25  # of those that rest, in one try: a draft for one costs almost as much as for several
 _WEIGHT = 0.15  # of the newest draft in what is expected of the next
 _WEIGHT_AFTER_REST = 0.5
@@ -47,6 +51,7 @@ class _Best:
 
     worthy: list[int]
     rate: float  # tokens per millisecond
+    advantage: float  # times the rate when nobody drafts who need not
     row_ms: float  # of one more draft node
 
 
@@ -58,6 +63,7 @@ class DraftChoice:
         self._cost = cost
         self._try_share = try_share
         self._round = 0
+        self._plain_round = 0  # the last one in which nobody drafted
         self._credit_ms = 0.0  # that may be lost with tries now
         self._typical = Outlook()
 
@@ -81,6 +87,10 @@ class DraftChoice:
         tokens = np.array([each.tokens for each in expected])
         nodes = np.array([each.nodes for each in expected])
         best = self._best(tokens, nodes, fixed, sequences)
+        is_due = self._round - self._plain_round >= _PLAIN_EVERY
+        if is_due and not fixed and best.advantage < _CLEAR_ADVANTAGE:
+            self._plain_round = self._round
+            return [False] * len(outlooks)
         chosen = [False] * len(outlooks)
         for index in best.worthy:
             chosen[index] = True
@@ -92,6 +102,8 @@ class DraftChoice:
         drafting = len(fixed) + len(best.worthy)
         for index in resting[: self._affordable(loss_ms, drafting, sequences)]:
             chosen[index] = True
+        if not fixed and not any(chosen):
+            self._plain_round = self._round
         return chosen
 
     def learn(self, outlook: Outlook, tokens: float, nodes: int) -> None:
@@ -143,7 +155,7 @@ class DraftChoice:
             rates = (base_tokens + _sums(tokens[order])) / (verify_ms[rows] + draft_ms)
             count = int(rates.argmax())
             rate = float(rates[count])
-        return _Best(order[:count].tolist(), rate, row_ms)
+        return _Best(order[:count].tolist(), rate, float(rates[count] / rates[0]), row_ms)
 
 
 def _sums(values: NDArray[np.float64]) -> NDArray[np.float64]:

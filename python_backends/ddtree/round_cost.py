@@ -17,6 +17,8 @@ from ddtree.budget import CostCurve
 
 _MEMORY = 0.93  # weight of a round against the one after it
 _SLOWEST = 3.0  # times what was expected: a round that took longer was interrupted, and counts as this
+_MOST_EXTRA = 0.6  # of a cost, most that is put down to what the shape lacks
+_PLAIN_WEIGHT = 0.3  # of a plain step in what is kept of plain steps
 _STIFFNESS = 0.5  # how much spread, relative to the mean, must be seen before a slope is believed
 
 
@@ -59,7 +61,7 @@ class _KeptCost:
         if self._mean_x <= 0:
             return self._mean_y
         slope = self._slope_sum / (self._spread + _STIFFNESS * self._mean_x**2)
-        slope = min(max(0.0, slope), self._mean_y / self._mean_x)  # neither part is ever a gain
+        slope = min(max(0.0, slope), _MOST_EXTRA * self._mean_y / self._mean_x)
         return self._mean_y + slope * (x - self._mean_x)
 
 
@@ -92,10 +94,12 @@ class RoundCost:
         self._verify = _KeptCost()
         self._draft = _KeptCost()
         self._build = _KeptCost()
+        self._plain_bias = 1.0  # what plain steps take, over what drafted rounds make expect; 1 at most
 
     def verify_ms(self, sequences: int, rows: int) -> float:
         """Verifying so many rows, the roots included, of so many sequences."""
-        return self._verify.at(self._curve.at(rows), sequences)
+        bias = self._bias(sequences, np.array([rows]))
+        return float(self._verify.at(self._curve.at(rows), sequences) * bias[0])
 
     def draft_table(self, drafting: int) -> NDArray[np.float64]:
         """`[drafting + 1]`: drafting for 0, 1, … sequences, and what building trees costs at least."""
@@ -112,17 +116,27 @@ class RoundCost:
         """`[sequences + nodes]`: entry r is a round that verifies r + 1 rows."""
         shapes = self._curve.table(sequences + nodes).astype(np.float64)
         build_ms = self._build.at(1.0, 1) - self._build.at(1.0, 0)  # of a node
-        ms = self._verify.over(shapes, sequences) + self.draft_table(drafting)[-1]
+        ms = self._verify.over(shapes, sequences) * self._bias(sequences, np.arange(1, len(shapes) + 1))
+        ms += self.draft_table(drafting)[-1]
         ms += build_ms * np.maximum(0, np.arange(1 - sequences, nodes + 1))
         return np.asarray(ms, dtype=np.float32)
 
     def observe(self, round_: FinishedRound) -> None:
         """Note what a round took."""
         rows = round_.sequences + round_.nodes
+        if not round_.nodes:
+            expected = self._verify.at(self._curve.at(rows), round_.sequences)
+            off = min(1.0, round_.verify_ms / expected)  # slower ones are interrupted, or the machine is
+            self._plain_bias += _PLAIN_WEIGHT * (off - self._plain_bias)
         self._verify.observe(self._curve.at(rows), round_.sequences, round_.verify_ms)
         if round_.drafting:
             self._draft.observe(float(self._draft_shapes(round_.drafting)[-1]), 1, round_.draft_ms)
             self._build.observe(1.0, round_.nodes, round_.build_ms)
+
+    def _bias(self, sequences: int, rows: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Plain steps were seen themselves; the more nodes a round has, the less they say of it."""
+        fade = np.clip(1 - (rows - sequences) / (sequences + 8), 0.0, 1.0)
+        return np.asarray(1 + (self._plain_bias - 1) * fade, dtype=np.float64)
 
     def _draft_shapes(self, drafting: int) -> NDArray[np.float64]:
         """A drafter's cost grows with rows as the target's does: both read their weights, then compute."""

@@ -60,7 +60,7 @@ def test_no_other_set_gives_much_more_tokens_per_millisecond(
         for count in range(len(outlooks) + 1)
         for each in combinations(outlooks, count)
     )
-    assert mine >= 0.97 * best
+    assert mine >= 0.93 * best
 
 
 def test_the_first_round_of_a_server_drafts() -> None:
@@ -112,3 +112,14 @@ def test_a_sequence_whose_drafts_become_good_drafts_again() -> None:
     choice.learn(drafts[0], 4.0, 4)
     assert choice.choose(drafts, [], 1) == [True]
     assert not drafts[0].is_resting
+
+
+@pytest.mark.parametrize(("tokens", "expected"), [(1.0, True), (6.0, False)])
+def test_where_drafting_pays_little_a_plain_round_now_and_then_tells_what_it_takes(
+    tokens: float, *, expected: bool
+) -> None:
+    choice = begun(make_cost(4.0), try_share=0.02)
+    drafts = [outlook(tokens)]
+    plain = [not choice.choose(drafts, [], 1)[0] for _ in range(100)]
+    assert 2 <= sum(plain) <= 3 if expected else not any(plain)
+    assert not drafts[0].is_resting, "it is no rest"

@@ -69,8 +69,8 @@ def test_what_further_sequences_add_to_a_step_is_learnt() -> None:
 def test_a_sequence_never_makes_a_step_cheaper() -> None:
     cost = make_cost()
     for _ in range(30):
-        cost.observe(done(1, 0, 0, verify=30.0))
-        cost.observe(done(8, 0, 0, verify=9.0))
+        cost.observe(done(1, nodes=9, verify=60.0))
+        cost.observe(done(8, nodes=2, verify=9.0))
     assert cost.verify_ms(16, 20) >= cost.verify_ms(1, 20)
 
 
@@ -101,3 +101,16 @@ def test_rounds_without_drafts_say_nothing_of_drafts() -> None:
     for _ in range(100):
         cost.observe(done(drafting=0, nodes=0, verify=10.0, draft=99.0, build=99.0))
     assert cost.draft_table(1)[1] == pytest.approx(6)
+
+
+@pytest.mark.parametrize("factor", [0.4, 0.8, 1.0])
+def test_plain_steps_are_known_from_plain_steps(factor: float) -> None:
+    """Whatever drafted rounds make expect of them; a round of many nodes is not touched by that."""
+    cost = make_cost()
+    for _ in range(30):
+        for _ in range(8):
+            cost.observe(done(4, 4, 14, verify=CURVE.at(18), draft=9.0))
+        cost.observe(done(4, 0, 0, verify=CURVE.at(4) * factor))
+    assert cost.plain_ms(4) == pytest.approx(CURVE.at(4) * factor, rel=0.2)
+    assert cost.table(4, 0, 14)[3] == pytest.approx(cost.plain_ms(4), rel=1e-5)
+    assert cost.verify_ms(4, 18) == pytest.approx(CURVE.at(18), rel=0.2)
