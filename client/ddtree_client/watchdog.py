@@ -91,7 +91,8 @@ class Watchdog:
         try:
             why = self._server.ask_whether_alive(model, self._limits.answer_s)
             watched.silent = 0
-            watched.has_lived = watched.has_lived or not why
+            # A process that is dead was there; a model that is not ready may be loading for the first time.
+            watched.has_lived = watched.has_lived or not why or "is not healthy" in why
             return why if watched.has_lived else ""
         except TimeoutError:
             watched.silent += 1

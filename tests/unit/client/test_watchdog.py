@@ -122,3 +122,8 @@ def test_what_is_still_loading_is_not_loaded_again() -> None:
     assert [line for _ in range(3) for line in dog.look()] == []
     server.states["drafter"] = TimeoutError()
     assert list(dog.look()) == []
+
+
+def test_who_died_before_the_first_look_is_reloaded_too() -> None:
+    server = Server({"drafter": DEAD})
+    assert "drafter is back" in list(Watchdog(server, MODELS).look())[1]
