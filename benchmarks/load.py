@@ -53,7 +53,7 @@ class Size:
         return 2 * self.repeats * len(self.streams)
 
 
-FULL = Size(STREAMS, max_tokens=48, repeats=3, requests_per_stream=1, cancels=20)
+FULL = Size(STREAMS, max_tokens=32, repeats=3, requests_per_stream=1, cancels=20)
 QUICK = Size((1, 2), max_tokens=8, repeats=1, requests_per_stream=1, cancels=2)
 # One stream has few tokens to count: it gets as many requests as four.
 _FEWEST_REQUESTS = 4

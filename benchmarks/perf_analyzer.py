@@ -105,7 +105,7 @@ def measure(tool: PerfAnalyzer, url: str, streams: int, prompt: str, max_tokens:
         command = [
             str(tool.binary), "-m", "ddtree", "-u", url, "-i", "grpc", "--streaming", "--async",
             "--input-data", str(data), "--shape", "text_input:1", "--shape", "max_tokens:1",
-            f"--concurrency-range={streams}", f"--request-count={max(2 * streams, 4)}", "-f", str(report),
+            f"--concurrency-range={streams}", f"--request-count={max(streams, 4)}", "-f", str(report),
         ]  # fmt: skip
         ran = subprocess.run(
             command, env=_environment(tool), capture_output=True, text=True, timeout=_LIMIT_S, check=False

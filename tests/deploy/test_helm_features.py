@@ -29,6 +29,18 @@ def test_the_grace_period_holds_the_drain_and_tritons_own_exit() -> None:
     assert "--exit-timeout-secs=60" in server["args"]
 
 
+def test_a_watched_server_takes_orders_to_load_and_no_other_does() -> None:
+    arguments = Rendering("watchdog").server()["args"]
+    assert "--model-control-mode=explicit" in arguments
+    loaded = {each.partition("=")[2] for each in arguments if each.startswith("--load-model=")}
+    assert loaded == {"ddtree", "drafter", "target_verifier", "tree_builder"}
+    environment = {entry["name"]: entry.get("value") for entry in Rendering("watchdog").server()["env"]}
+    assert environment["DDTREE_WATCHED"].split() == ["tree_builder", "drafter", "target_verifier", "ddtree"]
+    assert environment["DDTREE_STAGE_RECOVERY_S"] == "120"
+    assert "--model-control-mode=none" in Rendering().server()["args"]
+    assert "DDTREE_WATCHED" not in {entry["name"] for entry in Rendering().server()["env"]}
+
+
 def test_a_slow_load_is_waited_for() -> None:
     deployment = Rendering("probes-and-drain").only("Deployment")
     probe = Rendering("probes-and-drain").server()["startupProbe"]
