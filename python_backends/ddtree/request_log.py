@@ -9,7 +9,12 @@ from ddtree.events import Emitted, Event, RequestArrived, RequestEnded, RequestW
 from ddtree.live import Live
 
 _LOG = logging.getLogger(__name__)
-_LEVELS = {"unavailable": logging.WARNING, "overloaded": logging.WARNING, "failed": logging.ERROR}
+_LEVELS = {
+    "unavailable": logging.WARNING,
+    "overloaded": logging.WARNING,
+    "failed": logging.ERROR,
+    "stop_order": logging.DEBUG,  # a watchdog sends one every two seconds; who was stopped has a line anyway
+}
 
 
 class RequestLog:
