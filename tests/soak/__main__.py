@@ -21,7 +21,7 @@ from benchmarks.load_results import merge
 from benchmarks.machine import describe_machine
 from ddtree_client.bench import percentile
 from ddtree_local.project import find_project
-from tests.soak.drills import Drill, expected_answers, kill_orchestrator, kill_stage
+from tests.soak.drills import EXIT_S, Drill, expected_answers, kill_orchestrator, kill_stage
 from tests.soak.run import Soak, soak
 from tests.soak.world import soaked
 
@@ -30,7 +30,7 @@ _COLUMNS = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
 
 
 def _drills(folder: Path, project: Path, times: int) -> Iterator[Drill]:
-    with soaked(folder, project) as world:
+    with soaked(folder, project, exit_timeout_s=EXIT_S) as world:
         expected = expected_answers(world)
         for _ in range(times):
             for stage in _STAGES:

@@ -18,6 +18,7 @@ from ddtree_client.watchdog import Watchdog
 from tests.soak.world import World, soaked
 
 STREAMS = 16
+EXIT_S = 5.0
 PROMPTS = tuple(tuple(b"drill %d" % number) for number in range(4))
 _TOKENS = 150
 _BUDGETS = (0, 1, 4, 32)  # plain decoding too
@@ -73,13 +74,13 @@ def kill_stage(world: World, stage: str, expected: Expected) -> Drill:
 
 def kill_orchestrator(folder: Path, project: Path, expected: Expected) -> Drill:
     """Kill the orchestrator's process; the watchdog ends the server, and whoever runs it starts another."""
-    with soaked(folder, project) as world:
+    with soaked(folder, project, exit_timeout_s=EXIT_S) as world:
         end = partial(os.kill, world.triton.pid, signal.SIGKILL)
         with _watched(world.watchdog(end)), _streams(world) as reading:
             os.kill(world.stub_of("ddtree"), signal.SIGKILL)
             killed = time.monotonic()
             hung = wait(reading, timeout=_LIMIT_S).not_done
-    with soaked(folder, project) as world:
+    with soaked(folder, project, exit_timeout_s=EXIT_S) as world:
         recovery_s = _wait_for_service(world, "ddtree", expected, killed)
     return _drill("ddtree", reading, hung, expected, recovery_s)
 

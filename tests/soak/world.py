@@ -97,8 +97,13 @@ class World:
 
 
 @contextmanager
-def soaked(folder: Path, project: Path, **environment: str) -> Iterator[World]:
-    """Run a server over a new small pair; what it logs is in the folder's triton.log."""
+def soaked(
+    folder: Path, project: Path, *, exit_timeout_s: float = 30.0, **environment: str
+) -> Iterator[World]:
+    """Run a server over a new small pair; what it logs is in the folder's triton.log.
+
+    With a short `exit_timeout_s` where a process is killed: on 2.51 such a server waits it out.
+    """
     pair = TinyPair.make(folder)
     triton = LocalTriton(
         project / "model_repository",
@@ -108,7 +113,7 @@ def soaked(folder: Path, project: Path, **environment: str) -> Iterator[World]:
             "DDTREE_LOG_LEVEL": "warning", **environment,
         },
         log_path=folder / "triton.log",
-        exit_timeout_s=10.0,
+        exit_timeout_s=exit_timeout_s,
     )  # fmt: skip
     with triton:
         yield World(triton)

@@ -10,7 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.soak.drills import PROMPTS, STREAMS, Expected, expected_answers, kill_orchestrator, kill_stage
+from tests.soak.drills import (
+    EXIT_S,
+    PROMPTS,
+    STREAMS,
+    Expected,
+    expected_answers,
+    kill_orchestrator,
+    kill_stage,
+)
 from tests.soak.world import World, soaked
 
 pytestmark = [pytest.mark.triton, pytest.mark.timeout(300)]
@@ -20,7 +28,7 @@ _TTL_S = 5
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory, project_root: Path) -> Iterator[World]:
     folder = tmp_path_factory.mktemp("faults")
-    with soaked(folder, project_root, DDTREE_SESSION_TTL_S=str(_TTL_S)) as world:
+    with soaked(folder, project_root, exit_timeout_s=EXIT_S, DDTREE_SESSION_TTL_S=str(_TTL_S)) as world:
         yield world
         # No clean end is asked for: Triton 2.51 never unloads a copy whose process died in a call.
         assert world.triton.stop().forced is False
