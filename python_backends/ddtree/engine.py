@@ -261,10 +261,12 @@ class Engine:
                 self._observe(events.Preempted(live))
             elif status == Status.GRAMMAR_FAILED:
                 raise InvalidArgument("the grammar became too complex to follow; bound its repetitions")
+            elif status == Status.SAMPLER_FAILED:
+                raise Unavailable("the next token could not be chosen; the log of target_verifier says why")
             elif status == Status.UNSUPPORTED:
                 raise InvalidArgument(
-                    "penalties, logit_bias, bad_words, min_p, min_tokens, log-probs and grammars need the tree "
-                    "verifier, which does not run with the installed TensorRT-LLM; leave them out"
+                    "penalties, logit_bias, bad_words, min_p, min_tokens, log-probs and grammars need the "
+                    "tree verifier, which does not run with the installed TensorRT-LLM; leave them out"
                 )
             elif live.recoveries == _MAX_RECOVERIES:
                 raise Unavailable(

@@ -23,6 +23,7 @@ class Status(IntEnum):
     POOL_FULL = 2  # no pages for what the session wants to reserve: try again when another one ends
     GRAMMAR_FAILED = 3  # the session's grammar cannot be followed any further
     UNSUPPORTED = 4  # the engine that stands in for the verifier cannot sample as the session asks
+    SAMPLER_FAILED = 5  # choosing the session's tokens went wrong, by no fault of its caller
 
 
 @dataclass(frozen=True)
@@ -244,7 +245,7 @@ class VerifierInfo:
     cost_rows: tuple[int, ...]  # verified rows whose cost was measured at load
     cost_ms: tuple[float, ...]
     usage: Usage
-    # Why the engine decodes by itself instead of verifying trees; then it needs no drafter. Empty: it does not.
+    # Why the engine decodes by itself instead of verifying trees, without a drafter. Empty: it does not.
     fallback: str = ""
 
 

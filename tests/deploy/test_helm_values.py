@@ -39,6 +39,7 @@ MODELS = ROOT / "model_repository"
         ("s3", "checkpoints.storage.create=true", "exclude each other"),
         ("two-gpus", "gpu.count=1", "needs gpu.count of at least 2, got 1: raise it"),
         ("two-gpus", "engine.topology=in_process", "set engine.topology to bls"),
+        ("engine", "engine.topology=in_process", "engine.runtime is trtllm, .* set engine.topology to bls"),
         ("tls", "tls.secretName=", "tls.enabled needs tls.secretName"),
         ("tls", "server.http.exposed=true", "plain text beside tls.enabled"),
         ("minimal", "tls.mutual=true", "tls.mutual needs tls.enabled"),
@@ -156,6 +157,8 @@ def test_the_engines_choices_are_the_librarys() -> None:
             ServingConfig.from_parameters({"target": "t", "draft": "d", name: choice}, {})
         with pytest.raises(ConfigError):
             ServingConfig.from_parameters({"target": "t", "draft": "d", name: "something else"}, {})
+    for runtime in engine["runtime"]["enum"]:
+        ServingConfig.from_parameters({"target": "t", "draft": "d", "engine": runtime}, {})
 
 
 def test_the_probes_ask_for_the_models_there_are() -> None:

@@ -53,7 +53,8 @@ def grown(before: Scrape, after: Scrape, name: str, **labels: str) -> float:
 def test_numbers_are_those_of_the_answers(server: OracleServer) -> None:
     address = server.triton.metrics_url
     with server.client() as client:
-        client.generate(input_ids=[1, 2], max_tokens=24)  # the engine starts with the first request
+        # The engine starts with the first request, and a depth's number with the first token accepted there.
+        client.generate(input_ids=[1, 2], max_tokens=24, tree_budget=16, ignore_eos=True)
         before = at_rest(address)
         options: list[dict[str, Any]] = [
             {},

@@ -1,4 +1,4 @@
-"""A prompt that was served before is not read again, and is answered alike, by a real server's own numbers."""
+"""A prompt that was served before is not read again, and answered alike, by a real server's own numbers."""
 
 from __future__ import annotations
 

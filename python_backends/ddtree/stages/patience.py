@@ -2,8 +2,9 @@
 
 Without the verifier nothing goes on, so a call to it is sent again until the stage is back (a watchdog loads
 it again, see docs/OPERATIONS.md): then it does not know the session, says so, and the engine reads the
-committed tokens again. The drafter and the tree builder only make things faster. After a call to one of them has failed
-it is left alone for a while, since asking a dead process costs a second on Triton 2.51. Runs without Triton.
+committed tokens again. The drafter and the tree builder only make things faster. After a call to one of them
+has failed it is left alone for a while, since asking a dead process costs a second on Triton 2.51. Runs
+without Triton.
 """
 
 from __future__ import annotations

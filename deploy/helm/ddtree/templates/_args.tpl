@@ -48,6 +48,7 @@
   value: {{ include "ddtree.checkpointPath" (dict "root" . "which" "draft") | quote }}
 {{- range $name, $value := dict
     "TOPOLOGY" $e.topology
+    "ENGINE" $e.runtime
     "DTYPE" $e.dtype
     "DEVICE" (include "ddtree.device" (dict "root" . "which" "target"))
     "KV_CACHE_MIB" ($e.kvCacheMiB | int64)

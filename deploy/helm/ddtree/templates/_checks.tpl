@@ -2,6 +2,9 @@
 {{- define "ddtree.check" -}}
 {{- include "ddtree.checkCheckpoints" . -}}
 {{- $v := .Values -}}
+{{- if and (ne $v.engine.runtime "torch") (eq $v.engine.topology "in_process") -}}
+{{- fail (printf "engine.runtime is %s, but with engine.topology in_process the target shares the orchestrator's process: set engine.topology to bls" $v.engine.runtime) -}}
+{{- end -}}
 {{- if and (eq $v.gpu.placement "split") (lt (int $v.gpu.count) 2) -}}
 {{- fail (printf "gpu.placement is split, which needs gpu.count of at least 2, got %d: raise it, or set gpu.placement to shared" (int $v.gpu.count)) -}}
 {{- end -}}
