@@ -65,6 +65,14 @@ def decode(
     return message_type(**values)
 
 
+def names(message_type: Any) -> tuple[str, ...]:
+    """What the arrays of a message are called."""
+    found: list[str] = []
+    for name, kind in get_type_hints(message_type).items():
+        found += [f"{name}_{inner}" for inner in names(kind)] if is_dataclass(kind) else [name]
+    return tuple(found)
+
+
 def _to_bytes(features: torch.Tensor) -> np.ndarray[Any, Any]:
     return features.contiguous().cpu().view(torch.uint8).numpy()
 

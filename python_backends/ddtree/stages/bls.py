@@ -10,7 +10,7 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import fields
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import numpy as np
 import torch
@@ -33,11 +33,24 @@ from ddtree.types import (
     VerifyRequest,
     VerifyResult,
 )
-from ddtree.wire import Arrays, decode, encode
+from ddtree.wire import Arrays, decode, encode, names
 
 # (model, operation, inputs) to outputs; raises Unavailable when the stage cannot answer.
 StageCall = Callable[[str, str, Arrays], Awaitable[Mapping[str, Any]]]
 _Message = TypeVar("_Message")
+_ANSWERS: Final[Mapping[str, type]] = {
+    "prefill": PrefillResult,
+    "draft": DraftResult,
+    "build_tree": TreeBatch,
+    "verify": VerifyResult,
+    "read_features": FeatureResult,
+}
+# By operation, what to ask a stage for: Triton sends only outputs that were named.
+OUTPUTS: Final[Mapping[str, tuple[str, ...]]] = {
+    "describe": ("info", "stage_ms"),
+    "release": ("status", "stage_ms"),
+    **{operation: (*names(answer), "stage_ms") for operation, answer in _ANSWERS.items()},
+}
 
 
 class BlsStages:

@@ -9,22 +9,9 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 
 from ddtree.errors import Unavailable
+from ddtree.stages.bls import OUTPUTS
 from ddtree.stages.patience import StageGone
 from ddtree.wire import Arrays
-
-# What a stage may answer, by operation; Triton wants the wanted outputs named.
-_OUTPUTS = {
-    "describe": ("info",),
-    "release": ("status",),
-    "prefill": ("status", "next_tokens", "log_probs", "features", "reused"),
-    "verify": (
-        "status", "accepted_tokens", "accepted_counts", "bonus_tokens", "node_counts", "log_probs",
-        "features", "commit_ms",
-    ),
-    "read_features": ("status", "features"),
-    "draft": ("status", "top_ids", "top_log_probs", "edge_log_probs", "reused"),
-    "build_tree": ("tokens", "parents", "depths", "counts"),
-}  # fmt: skip
 
 # Triton's own words about a model that did not get the call, or whose process ended (2.51 and 2.73).
 _GONE = ("is not healthy", "is not ready", "no available versions", "unknown model", "stub process")
@@ -40,7 +27,7 @@ async def call_stage(model: str, operation: str, arrays: Arrays) -> Mapping[str,
     op = np.array([operation.encode()], dtype=np.object_)
     inputs = [pb_utils.Tensor("op", op), *(pb_utils.Tensor(name, array) for name, array in arrays.items())]
     request = pb_utils.InferenceRequest(
-        model_name=model, requested_output_names=[*_OUTPUTS[operation], "stage_ms"], inputs=inputs
+        model_name=model, requested_output_names=list(OUTPUTS[operation]), inputs=inputs
     )
     response = await request.async_exec()
     if response.has_error():
