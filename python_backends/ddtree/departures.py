@@ -17,6 +17,7 @@ from ddtree.sequence import Delta, Ending, SequenceState
 from ddtree.stages.base import Stages
 
 _LOG = logging.getLogger(__name__)
+_MOST_UNRELEASED = 4096  # ended sessions that stages are told of again; the time to live drops the others
 
 
 class Departures:
@@ -83,7 +84,8 @@ class Departures:
             self._unreleased = []
         except Exception as error:  # noqa: BLE001 - nobody waits for it, and the time to live remains
             _LOG.warning("%d sessions could not be released: %s", len(session_ids), error)
-            self._unreleased = session_ids  # once more, with the next ones that end
+            # Again with the next ones that end: a drafter that rests some seconds would keep their pages.
+            self._unreleased = [*self._unreleased, *session_ids][-_MOST_UNRELEASED:]
         del self._to_release[: len(session_ids)]  # only now: idle means that the stages know
 
     def _end(self, live: Live, reason: Ending) -> None:
