@@ -27,25 +27,28 @@ _DIMENSIONS = {
 def gather(responses: Sequence[Arrays]) -> dict[str, np.ndarray[Any, Any]]:
     """Put sequences beside one another: `[rows, sequences of a row, …]`, the shorter padded with zeros.
 
-    `sequence_length` says how much of a sequence counts.
+    An output that an answer lacks, as one without tokens may, counts as an empty one. `sequence_length` says
+    how much of a sequence counts.
 
     Args:
         responses: at least one, each the whole answer of one sequence.
     """
     places = [(_whole(each, "batch_index"), _whole(each, "sequence_index")) for each in responses]
     shape = tuple(max(place[axis] for place in places) + 1 for axis in (0, 1))
-    return {name: _stack(name, responses, places, shape) for name in responses[0]}
+    names = dict.fromkeys(name for each in responses for name in each)
+    return {name: _stack(name, responses, places, shape) for name in names}
 
 
 def _stack(
     name: str, responses: Sequence[Arrays], places: Sequence[tuple[int, int]], shape: tuple[int, ...]
 ) -> np.ndarray[Any, Any]:
     inner = _DIMENSIONS.get(name, 0)
-    values = [each[name].reshape(each[name].shape[each[name].ndim - inner :] or ()) for each in responses]
+    given = [(place, each[name]) for place, each in zip(places, responses, strict=True) if name in each]
+    values = [array.reshape(array.shape[array.ndim - inner :] or ()) for _, array in given]
     longest = tuple(max(value.shape[axis] for value in values) for axis in range(inner))
     dtype = values[0].dtype
     whole = np.full((*shape, *longest), b"" if dtype == np.object_ else 0, dtype=dtype)
-    for place, value in zip(places, values, strict=True):
+    for (place, _), value in zip(given, values, strict=True):
         inside = tuple(slice(length) for length in value.shape)
         # The dots make it a view: a single place would take the array itself for its object.
         whole[place + inside + (...,)] = value

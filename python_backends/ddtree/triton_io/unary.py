@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import uuid
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -49,7 +50,9 @@ class TritonPythonModel:
             # Copied here, as the tensors' memory is Triton's. The configuration may have made [rows] of
             # [rows, 1]; as an input it must be the latter again.
             tensors = read_inputs(request).items()
-            inputs = {name: array.copy().reshape(len(array), -1) for name, array in tensors}
+            inputs = {
+                name: array.copy().reshape(len(array), math.prod(array.shape[1:])) for name, array in tensors
+            }
             wanted = tuple(request.requested_output_names()) or tuple(self._declared)
             relay = _Relay(request.request_id() or uuid.uuid4().hex, inputs, wanted, request.timeout())
             self._waiting.submit(self._answer, relay, ResponseChannel(request))

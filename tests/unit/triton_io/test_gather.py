@@ -49,3 +49,10 @@ def test_one_answer_keeps_its_shape() -> None:
 
 def test_an_answer_without_tokens_is_an_empty_one() -> None:
     assert gather([answer(0, 0, [], b"")])["output_ids"].shape == (1, 1, 0)
+
+
+def test_what_one_answer_lacks_is_empty_there() -> None:
+    lacking = answer(0, 0, [], b"")
+    del lacking["top_log_probs"]  # as of a sequence that its deadline ended before its first token
+    for responses in ([lacking, answer(0, 1, [3], b"c")], [answer(0, 1, [3], b"c"), lacking]):
+        assert gather(responses)["top_log_probs"].tolist() == [[[[0, 0]], [[-3, -9]]]]
