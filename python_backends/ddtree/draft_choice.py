@@ -19,9 +19,8 @@ from numpy.typing import NDArray
 from ddtree.promise import updated
 from ddtree.round_cost import RoundCost
 
-_PLAIN_EVERY = (
-    32  # rounds, one of which is plain where drafting pays little: nothing else tells what plain takes
-)
+# Rounds, one of which is plain where drafting pays little: nothing else tells what plain takes.
+_PLAIN_EVERY = 32
 _CLEAR_ADVANTAGE = 1.6
 _LEAST_TRIED = 0.25  # of those that rest, in one try: a draft for one costs almost as much as for several
 _WEIGHT = 0.15  # of the newest draft in what is expected of the next
