@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 
+from ddtree.drain_gate import DrainGate
+from ddtree.errors import Unavailable
 from deploy.helm.ddtree.files import probe
 
 
@@ -21,6 +25,7 @@ class Script:
     metrics: list[str]  # one text a scrape; the last one stays
     generate_status: int = 200
     generate_s: float = 0.0
+    refusal: str = "too many requests wait"
     scrapes: int = 0
     generated: threading.Event = field(default_factory=threading.Event)
 
@@ -42,7 +47,7 @@ def scripted(script: Script) -> Iterator[probe.Server]:
         def do_POST(self) -> None:
             script.generated.set()
             time.sleep(script.generate_s)
-            self._answer(script.generate_status, '{"error": "too many requests wait"}')
+            self._answer(script.generate_status, json.dumps({"error": script.refusal}))
 
         def _answer(self, status: int, text: str) -> None:
             self.send_response(status)
@@ -96,6 +101,15 @@ def test_a_refusal_without_rounds_is_dead_and_says_why() -> None:
     assert not is_alive
     assert "500" in why
     assert "too many requests wait" in why
+
+
+def test_a_server_whose_gate_is_shut_is_alive(tmp_path: Path) -> None:
+    (tmp_path / "drain").touch()
+    with pytest.raises(Unavailable) as refused:
+        DrainGate(tmp_path / "drain").check()
+    script = Script([rounds(5)], generate_status=503, refusal=str(refused.value))
+    with scripted(script) as server:
+        assert probe.alive(server, 1.0) == (True, "the gate is shut")
 
 
 def test_a_closed_port_is_neither_ready_nor_alive(capsys: pytest.CaptureFixture[str]) -> None:

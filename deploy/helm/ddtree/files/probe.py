@@ -16,6 +16,7 @@ import urllib.request
 from collections.abc import Sequence
 
 PROGRESS = "ddtree_rounds_total"
+DRAINING = "this server is draining"  # how a refusal by a shut gate begins
 _POLL_S = 1.0
 _READ_S = 5.0
 _TINY_REQUEST = {"text_input": "a", "max_tokens": 1, "draft_mode": "off"}
@@ -70,7 +71,8 @@ def alive(server: Server, timeout_s: float) -> Verdict:
     """Alive when a token comes out, or when others get theirs meanwhile.
 
     A full queue lets a new request wait for longer than any probe may, or refuses it: then the number of
-    rounds tells a busy server from a dead one.
+    rounds tells a busy server from a dead one. One whose gate is shut says so: a restart would cut the
+    streams that the gate waits for, and open it.
     """
     before = server.total(PROGRESS)
     attempt = _Attempt(server, timeout_s)
@@ -80,6 +82,8 @@ def alive(server: Server, timeout_s: float) -> Verdict:
     while time.monotonic() < deadline:
         if attempt.ended.wait(_POLL_S) and attempt.refusal is None:
             return True, "a token was generated"
+        if DRAINING in (attempt.refusal or ""):
+            return True, "the gate is shut"
         if server.total(PROGRESS) != before:
             return True, "rounds go on"
         if attempt.ended.is_set():
