@@ -6,6 +6,7 @@ knows the trees and the matchers, not who built or verifies them.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 import torch
@@ -13,6 +14,8 @@ import torch
 from ddtree.grammar import Matcher
 from ddtree.sampling import SamplerState
 from ddtree.types import TreeBatch
+
+_LOG = logging.getLogger(__name__)
 
 
 def prune(trees: TreeBatch, roots: Sequence[int], states: Sequence[SamplerState | None]) -> TreeBatch:
@@ -38,9 +41,13 @@ def prune(trees: TreeBatch, roots: Sequence[int], states: Sequence[SamplerState 
     kept = TreeBatch(trees.tokens.clone(), trees.parents.clone(), trees.depths.clone(), trees.counts.clone())
     for index, (matcher, max_nodes) in matchers.items():
         tokens, parents, depths = (field[index][: counts[index]] for field in rows)
-        root = matcher.fork()
-        root.advance([roots[index]])
-        nodes, new_parents = _allowed_nodes(root, tokens, parents, max_nodes)
+        try:
+            root = matcher.fork()
+            root.advance([roots[index]])
+            nodes, new_parents = _allowed_nodes(root, tokens, parents, max_nodes)
+        except Exception:  # noqa: BLE001 - without drafts the answer is right as well
+            _LOG.exception("a draft tree is left out, its grammar cannot be asked")
+            nodes, new_parents = [], []
         for field, values in (
             (kept.tokens, [tokens[node] for node in nodes]),
             (kept.parents, new_parents),

@@ -7,6 +7,7 @@ the longest run of published pages it begins with. It knows nothing of what a pa
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +16,8 @@ from ddtree.kv_cache import KvPool, Pages
 from ddtree.prefix_cache import KeyChain, PageKeys, Prefix
 from ddtree.sampling import SamplerState
 from ddtree.types import Status, Usage
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass
@@ -108,14 +111,24 @@ class SessionTable:
             stop = (session.length // self._pool.page_size + pages) * self._pool.page_size
             self._grow(session, session.prefix.ids[session.length : stop])
 
-    def commit(self, session: Session, ids: Sequence[int]) -> None:
-        """Note that these ids are committed now, and all that is kept of them is in the pool."""
+    def commit(self, session: Session, ids: Sequence[int]) -> Status:
+        """Note that these ids are committed now, and all that is kept of them is in the pool.
+
+        A session whose sampler cannot take them is dropped: SAMPLER_FAILED.
+        """
         full = session.length // self._pool.page_size
-        keys = self._grow(session, ids)
+        try:
+            keys = self._grow(session, ids)
+        except Exception:  # noqa: BLE001 - whatever broke, it is this session's own
+            _LOG.exception("a sampler cannot take what is committed")
+            session.sampler = None
+            self._drop(session.session_id)
+            return Status.SAMPLER_FAILED
         for place, key in enumerate(keys, start=full):
             self._pool.table.publish(session.pages.indices[place], key)
         if keys:
             self._pool.keep(keys[-1], session.pages, session.length)
+        return Status.OK
 
     @staticmethod
     def _grow(session: Session, ids: Sequence[int]) -> list[bytes]:

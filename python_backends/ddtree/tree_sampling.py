@@ -8,16 +8,18 @@ came to hold `NOT_DRAWN`, which no draft token equals.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 import torch
 
 from ddtree import log_probs
 from ddtree.sampling import Draws, PathSampler, SamplerState, choose
-from ddtree.types import TreeBatch
+from ddtree.types import Status, TreeBatch
 
+_LOG = logging.getLogger(__name__)
 NOT_DRAWN: Final = -1
 
 
@@ -27,7 +29,12 @@ class TargetTokens:
 
     tokens: torch.Tensor  # [S, N + 1] int64, root first
     log_probs: torch.Tensor  # [S, E, width] of the tokens along the path, see `log_probs`
-    failed: frozenset[int] = frozenset()  # sequences whose grammar cannot be followed any further
+    failed: Mapping[int, Status] = field(default_factory=dict)  # sequences that cannot go on
+
+    def after(self, commits: Sequence[Status]) -> TargetTokens:
+        """The same when the ids before these tokens were committed, or not, with this outcome."""
+        failed = {index: status for index, status in enumerate(commits) if status != Status.OK}
+        return replace(self, failed={**self.failed, **failed})
 
 
 def target_tokens(
@@ -49,9 +56,13 @@ def target_tokens(
     drawn = {index: state for index, state in enumerate(states) if state is not None}
     if not drawn:
         return TargetTokens(tokens, no_log_probs(len(states)))
-    sampler = PathSampler(list(drawn.values()), logits.device)
-    sampler.advance(range(len(drawn)), [roots[index] for index in drawn])
-    return _Walk(sampler, logits, starts, trees, drawn).run(tokens)
+
+    def run(some: Mapping[int, SamplerState]) -> TargetTokens:
+        sampler = PathSampler(list(some.values()), logits.device)
+        sampler.advance(range(len(some)), [roots[index] for index in some])
+        return _Walk(sampler, logits, starts, trees, some).run(tokens.clone())
+
+    return _isolated(drawn, run, TargetTokens(tokens, no_log_probs(len(states))))
 
 
 def first_tokens(
@@ -67,9 +78,35 @@ def first_tokens(
     }
     if not drawn:
         return TargetTokens(tokens, no_log_probs(len(states)))
-    sampler = PathSampler(list(drawn.values()), logits.device)
     trees = TreeBatch.empty(len(states), logits.device)
-    return _Walk(sampler, logits, range(len(states)), trees, drawn).run(tokens)
+
+    def run(some: Mapping[int, SamplerState]) -> TargetTokens:
+        sampler = PathSampler(list(some.values()), logits.device)
+        return _Walk(sampler, logits, range(len(states)), trees, some).run(tokens.clone())
+
+    return _isolated(drawn, run, TargetTokens(tokens, no_log_probs(len(states))))
+
+
+def _isolated(
+    states: Mapping[int, SamplerState],
+    run: Callable[[Mapping[int, SamplerState]], TargetTokens],
+    undrawn: TargetTokens,  # what there is without any of them
+) -> TargetTokens:
+    """Draw for all; where that raises, for those that can be drawn for alone. Drawing changes no state."""
+    try:
+        return run(states)
+    except Exception:  # noqa: BLE001 - the one at fault is looked for
+        _LOG.exception("choosing tokens failed, now for each sequence alone")
+    failed = {}
+    for index, state in states.items():
+        try:
+            run({index: state})
+        except Exception:  # noqa: BLE001 - whatever broke, it is this sequence's own
+            _LOG.exception("the tokens of one sequence cannot be chosen")
+            failed[index] = Status.SAMPLER_FAILED
+    others = {index: state for index, state in states.items() if index not in failed}
+    result = run(others) if others else undrawn
+    return replace(result, failed={**result.failed, **failed})
 
 
 def no_log_probs(sequences: int) -> torch.Tensor:
@@ -116,9 +153,8 @@ class _Walk:
             nodes = children[children > 0]
             self._sampler.advance(rows, [chosen[place] for place in places])
         entries = torch.stack(levels, dim=1) if levels else no_log_probs(len(tokens))
-        return TargetTokens(
-            tokens, entries, frozenset(self._members[row] for row in self._sampler.failures())
-        )
+        failed = {self._members[row]: Status.GRAMMAR_FAILED for row in self._sampler.failures()}
+        return TargetTokens(tokens, entries, failed)
 
     def _measure(
         self, rows: Sequence[int], wanting: set[int], draws: Draws, sequences: int, width: int

@@ -151,10 +151,9 @@ class TargetVerifier:
             self.sessions.release([session.session_id for session in live.values()])
             raise
         features[rows] = self._project(step, plan.slots, None)
-        for i, session in live.items():
-            self.sessions.commit(session, chunks[i])
+        commits = [self.sessions.commit(session, chunks[i]) for i, session in live.items()]
         first = first_tokens(step.logits, [session.sampler for session in live.values()])
-        return verify_batch.prefilled(found, first, features)
+        return verify_batch.prefilled(found, first.after(commits), features)
 
     @torch.inference_mode()
     def verify(self, request: VerifyRequest) -> VerifyResult:
@@ -187,9 +186,11 @@ class TargetVerifier:
         accepted = walk(trees, target.tokens)
         started = time.perf_counter()
         features = self._commit(sessions, plan, step, accepted)
+        commits = []
         for index, session in enumerate(sessions):
             path = accepted.accepted_tokens[index, : int(accepted.accepted_counts[index])]
-            self.sessions.commit(session, [root_ids[index], *path.tolist()])
+            commits.append(self.sessions.commit(session, [root_ids[index], *path.tolist()]))
+        target = target.after(commits)
         commit_ms = (time.perf_counter() - started) * 1e3
         return verify_batch.verified(status, live, trees.counts, target, accepted, features, commit_ms)
 
@@ -222,17 +223,19 @@ class TargetVerifier:
             # The last id is never taken from the cache: what the target says after it is wanted.
             prefix = Prefix(beginnings[index], salts[index], computed=1) if salts else None
             session, status = self.sessions.open_or_find(*row, reserve[index], prefix)
-            if session is not None and row[2]:
-                reused[index] = self.sessions.catch_up(session)
-            elif session is not None:
+            if session is not None:
                 try:
-                    self._open_sampler(session, request.sampling[index] if request.sampling else "")
-                    reused[index] = session.length
-                except InvalidArgument:
-                    # The orchestrator refuses such grammars, so its library reads them otherwise than ours.
-                    _LOG.exception("a grammar cannot be used")
+                    if row[2]:
+                        reused[index] = self.sessions.catch_up(session)
+                    else:
+                        self._open_sampler(session, request.sampling[index] if request.sampling else "")
+                        reused[index] = session.length
+                except Exception as error:  # noqa: BLE001 - whatever broke, it is this session's own
+                    _LOG.exception("a sequence's tokens cannot be chosen as it asks")
                     self.sessions.release([session.session_id])
-                    session, status = None, Status.GRAMMAR_FAILED
+                    # The orchestrator refuses bad grammars, so its library reads this one otherwise.
+                    is_grammar = isinstance(error, InvalidArgument)
+                    session, status = None, Status.GRAMMAR_FAILED if is_grammar else Status.SAMPLER_FAILED
             found.append(session)
             statuses.append(status)
         return verify_batch.Found(tuple(found), tuple(statuses), tuple(reused))

@@ -136,7 +136,8 @@ def prefilled(found: Found, first: TargetTokens, features: torch.Tensor) -> Pref
     next_tokens[index] = first.tokens[:, 0].to("cpu", torch.int32)
     entries = torch.zeros((len(status), *first.log_probs.shape[1:]))
     entries[index] = first.log_probs.cpu()
-    status[index[sorted(first.failed)]] = Status.GRAMMAR_FAILED
+    for at, why in first.failed.items():
+        status[index[at]] = why
     reused = torch.tensor(found.reused, dtype=torch.int32)
     return PrefillResult(status, next_tokens, entries, features, reused)
 
@@ -174,7 +175,8 @@ def verified(
         return spread
 
     if target.failed:
-        status[index[sorted(target.failed)]] = Status.GRAMMAR_FAILED
+        for at, why in target.failed.items():
+            status[index[at]] = why
         pieces = features.split((accepted.accepted_counts + 1).tolist())
         features = torch.cat([piece for at, piece in enumerate(pieces) if at not in target.failed])
     return VerifyResult(
