@@ -22,7 +22,8 @@ RULES = Path(__file__).parents[2] / "deploy" / "helm" / "ddtree" / "rules" / "dd
 # Small enough for the load to fill places, queue and pages.
 TIGHT = {"DDTREE_MAX_SEQUENCES": "5", "DDTREE_MAX_WAITING": "2", "DDTREE_KV_CACHE_MIB": "1"}
 _STREAMS = ((2, 6.0), (9, 12.0), (5, 6.0))  # so many at a time, for so many seconds
-_PROMPTS = [{"input_ids": (start,) * 150} for start in (1, 40, 90, 130)]
+# Enough of them that requests at the same time seldom share pages, few enough that some do.
+_PROMPTS = [{"input_ids": (start,) * 180} for start in range(1, 120, 8)]
 _MODES = (
     {"draft_mode": "tree"}, {"draft_mode": "tree", "tree_budget": 16},
     {"draft_mode": "tree", "tree_budget": 250}, {"draft_mode": "tree", "tree_budget": 256},
