@@ -140,7 +140,8 @@ def main(*, out: Path, model: Path | None, draft: Path | None, quick: bool, with
     size = QUICK if quick else FULL
     check_prerequisites()
     project: Project = find_project()
-    pair = ServedPair(model or ensure_demo_target(project.demo_target_cache), draft or project.demo_draft)
+    target = model or ensure_demo_target(project.demo_target_cache)
+    pair = ServedPair(target, draft or project.demo_draft, prefix_cache=False)
     texts = [prompt.text for prompt in read_prompts(_HERE / "prompts.jsonl", None)]
     prompts = [{"messages": [{"role": "user", "content": text}]} for text in texts]
     console = Console(stderr=True)

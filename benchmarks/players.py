@@ -184,5 +184,6 @@ def start_player(name: PlayerName, setup: Setup, project: Project) -> Player:
         draft=Path(setup.draft),
         topology="bls" if name == "grpc" else "in_process",
         dtype=setup.dtype,
+        prefix_cache=False,
     )
     return ServedModel(project, pair, setup.threads)

@@ -47,7 +47,11 @@ class _TimedSink:
 class _InProcess:
     def __init__(self, setup: Setup) -> None:
         config = ServingConfig(
-            target=Path(setup.target), draft=Path(setup.draft), dtype=setup.dtype, threads=setup.threads
+            target=Path(setup.target),
+            draft=Path(setup.draft),
+            dtype=setup.dtype,
+            threads=setup.threads,
+            prefix_cache=False,  # peers read every prompt anew
         )
         self._records: list[RoundRecord] = []
         self._loop = asyncio.new_event_loop()

@@ -41,6 +41,7 @@ def test_the_choice_travels_by_environment(tmp_path: Path) -> None:
     pair = ServedPair(target, draft, "in_process", "float32")
     assert pair.environment["DDTREE_TOPOLOGY"] == "in_process"
     assert pair.environment["DDTREE_DTYPE"] == "float32"
+    assert ServedPair(target, draft, prefix_cache=False).environment["DDTREE_PREFIX_CACHE"] == "false"
 
 
 def test_relative_folders_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

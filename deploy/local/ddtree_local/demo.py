@@ -98,7 +98,8 @@ def _common_prefix(one: tuple[int, ...], other: tuple[int, ...]) -> int:
 
 def _run(question: _Question) -> None:
     project = find_project()
-    pair = ServedPair(target=ensure_demo_target(project.demo_target_cache), draft=project.demo_draft)
+    target = ensure_demo_target(project.demo_target_cache)
+    pair = ServedPair(target, project.demo_draft, prefix_cache=False)
     server = local_server(project, pair)
     try:
         with waiting("Starting Triton and loading the models"):

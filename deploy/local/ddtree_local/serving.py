@@ -43,6 +43,7 @@ class ServedPair:
     draft: Path
     topology: Topology = "bls"
     dtype: str | None = None  # None: the models' own default
+    prefix_cache: bool = True  # off where the same prompt is asked again to be measured again
 
     def __post_init__(self) -> None:
         _check_checkpoint("target (MODEL, --model)", self.target)
@@ -58,6 +59,8 @@ class ServedPair:
         }
         if self.dtype is not None:
             variables["DDTREE_DTYPE"] = self.dtype
+        if not self.prefix_cache:
+            variables["DDTREE_PREFIX_CACHE"] = "false"
         return variables
 
     @property
