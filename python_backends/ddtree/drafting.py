@@ -196,7 +196,12 @@ class DraftingLoop:
         stop = min(draft.behind_until, begun + most)
         for start in range(begun, stop, self._feed_chunk):
             count = min(self._feed_chunk, stop - start)
-            result = await self._stages.read_features(self._planner.features(live, start, count))
+            try:
+                result = await self._stages.read_features(self._planner.features(live, start, count))
+            except Exception as error:  # noqa: BLE001 - whatever broke, a plain round gives the right answer
+                _LOG.warning("features cannot be read back: %s", error, extra=live.log_fields)
+                self._settle(live, Status.SESSION_LOST)
+                return most  # nobody else waits for the same in this step
             if int(result.status[0]) != Status.OK:
                 draft.lose()  # the verifier lost it too: its own recovery comes with this round's verify
                 return start - begun

@@ -143,6 +143,29 @@ async def test_a_drafter_or_tree_builder_that_fails_costs_drafts_and_no_answer(
             assert (sink.stats.draft_tokens > 0) == (failures == 1)
 
 
+@pytest.mark.parametrize("failures", [1, 1000])
+async def test_features_that_cannot_be_read_back_cost_drafts_and_no_answer(
+    tiny_target: Path, tiny_reference: GreedyReference, failures: int
+) -> None:
+    async with world_of(tiny_target) as world:
+        drafts = reads = 0
+
+        def fail(name: str, _: Any) -> None:
+            nonlocal drafts, reads
+            drafts += name == "draft"
+            reads += name == "read_features"
+            if (name == "draft" and drafts == 1) or (name == "read_features" and reads <= failures):
+                raise Unavailable("no answer")
+
+        world.stages.before = fail
+        sinks = await generate_all(world.engine, [request(LONG), request(SHORT)])
+        for sink, params in zip(sinks, (request(LONG), request(SHORT)), strict=True):
+            assert sink.token_ids == reference_of(tiny_reference, params)
+        assert reads > 1
+        assert sinks[0].stats is not None
+        assert (sinks[0].stats.draft_tokens > 0) == (failures == 1)
+
+
 async def test_a_release_that_fails_ends_nothing_but_itself(
     tiny_target: Path, tiny_reference: GreedyReference
 ) -> None:
