@@ -95,7 +95,8 @@ class Exchange:
             model=model, request_id=self.request_id, prompts=prompts, options=options
         )
         self._address = address
-        self._sequences = options.get("num_return_sequences") or 1  # of each row
+        # Of each row; a number below 1 is the server's to refuse.
+        self._sequences = max(1, options.get("num_return_sequences") or 1)
         self._rows = tuple(_Row() for _ in prompts.rows for _ in range(self._sequences))
         self._clock = clock
         self._started = clock()

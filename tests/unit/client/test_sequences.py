@@ -9,7 +9,7 @@ import pytest
 from tritonclient.grpc import service_pb2
 from tritonclient.utils import np_to_triton_dtype, serialize_byte_tensor
 
-from ddtree_client import IncompleteAnswerError
+from ddtree_client import IncompleteAnswerError, InvalidRequestError
 from ddtree_client.exchange import Exchange
 from ddtree_client.wire import many_prompts
 
@@ -59,6 +59,15 @@ def test_the_sequences_of_a_row_are_neighbours() -> None:
 def test_a_sequence_that_was_not_asked_for_is_refused(row: int, sequence: int) -> None:
     with pytest.raises(IncompleteAnswerError, match="of 2; is this model"):
         exchange(1, 2).receive(data(row, sequence, b"x"))
+
+
+def test_a_number_of_sequences_that_cannot_be_is_left_to_the_server() -> None:
+    none = exchange(1, -1)
+    assert not none.ended
+    refusal = "INVALID_ARGUMENT: num_return_sequences must be at least 1, got -1"
+    assert none.receive(service_pb2.ModelStreamInferResponse(error_message=refusal)) is None
+    with pytest.raises(InvalidRequestError, match="at least 1"):
+        none.finish()
 
 
 def test_bytes_of_tokens_stand_beside_their_log_probs() -> None:
