@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import TimeoutError as StillRunning
 from dataclasses import dataclass
 
 from tests.soak.requests import Outcome, Requests, expected_answers
@@ -86,7 +87,7 @@ def _send(sender: Requests, batch: list[random.Random]) -> list[Outcome]:
     outcomes: list[Outcome] = []
     try:
         outcomes += [each.result() for each in as_completed(sent, timeout=_WAIT_S)]
-    except TimeoutError:
+    except StillRunning:  # Python 3.10's is another one than the built-in
         hung = sum(not each.done() for each in sent)
         outcomes = [each.result() for each in sent if each.done()]
         outcomes += [Outcome("any", "nothing", "no answer and no error within two minutes")] * hung
