@@ -149,7 +149,6 @@ class Orchestrator:
                 ended = RequestEnded(watch, "stop_order")
             else:
                 self._gate.check()
-                answer.warning = self._thinking.about(parsed.rows) if self._thinking else ""
                 await self._generate(request_id, parsed.rows, answer, watch)
                 if answer.cancelled_by:
                     ended = RequestEnded(watch, "cancelled", answer.cancelled_by)
@@ -182,6 +181,7 @@ class Orchestrator:
             await self._start()
             # All rows before the first one decodes: a refused request costs nobody anything.
             params = [await self._validate(row, f"row {i}: " * (len(rows) > 1)) for i, row in enumerate(rows)]
+            answer.warning = self._thinking.about(rows) if self._thinking else ""
             sequences = [
                 (each, answer.open_row(row, each, partial(self._text.decode, each.prompt_ids)))
                 for row, validated in enumerate(params)
@@ -216,7 +216,8 @@ class Orchestrator:
     async def _validate(self, raw: RawRequest, prefix: str) -> GenerationParams:
         check = partial(validate, raw, self._engine.limits, self._text, self._grammars)
         try:
-            if len(raw.text_input or raw.messages or b"") <= _SHORT_PROMPT_BYTES and not raw.is_guided:
+            size = len(raw.text_input or raw.messages or b"") + len(raw.chat_template_kwargs or b"")
+            if size <= _SHORT_PROMPT_BYTES and not raw.is_guided:
                 return check()
             return await asyncio.get_running_loop().run_in_executor(None, check)
         except InvalidArgument as error:
