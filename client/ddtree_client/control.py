@@ -11,6 +11,7 @@ import urllib.error
 import urllib.request
 from dataclasses import dataclass
 from typing import Any
+from uuid import uuid4
 
 ORCHESTRATOR = "ddtree"
 KEY_HEADER = "admin-key"
@@ -44,8 +45,8 @@ class ServerControl:
         when there is none in time; ControlError when the server itself does not answer.
         """
         if model == ORCHESTRATOR:
-            # Decoupled, so not for `infer`; to stop what does not run is no work at all.
-            path, body = "generate", {"id": "watchdog", "stop": True}
+            # Decoupled, so not for `infer`; to stop what does not run is no work at all: nobody has this id.
+            path, body = "generate", {"id": f"watchdog-{uuid4().hex}", "stop": True}
         else:
             op = {"name": "op", "shape": [1], "datatype": "BYTES", "data": ["describe"]}
             path, body = "infer", {"inputs": [op], "outputs": [{"name": "stage_ms"}]}
