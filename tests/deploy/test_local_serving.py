@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from ddtree_local import serve
 from ddtree_local.command import ServerOptions, server_command, server_environment
 from ddtree_local.errors import LocalTritonError
 from ddtree_local.ports import Ports
@@ -143,3 +146,18 @@ def test_the_project_is_found_from_any_folder_of_it(project_root: Path, tmp_path
     assert find_project(project_root / "deploy" / "local").root == project_root
     # Elsewhere the checkout that the package runs from is meant.
     assert find_project(tmp_path).root == project_root
+
+
+def test_a_taken_gateway_port_is_refused_before_anything_is_loaded() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        done = CliRunner().invoke(serve.main, ["--gateway-port", str(port)])
+    assert done.exit_code == 1
+    taken = f"Error: gateway port: 127.0.0.1:{port} is taken; stop what listens there"
+    assert done.output == f"{taken} or give another gateway port\n"
+
+
+def test_gateway_and_server_cannot_share_a_port() -> None:
+    done = CliRunner().invoke(serve.main, ["--gateway-port", "8001"])
+    assert done.exit_code == 1
+    assert "gateway port: 8001 is Triton's too" in done.output

@@ -15,8 +15,9 @@ import click
 from ddtree_client.control import ServerControl
 from ddtree_client.watchdog import Watchdog
 from ddtree_local.demo_target import ensure_demo_target
-from ddtree_local.errors import LocalTritonError, ServerStartError
+from ddtree_local.errors import LocalTritonError, PortInUseError, ServerStartError
 from ddtree_local.ports import Ports
+from ddtree_local.prerequisites import port_is_free
 from ddtree_local.progress import waiting
 from ddtree_local.project import find_project
 from ddtree_local.server import LocalTriton
@@ -48,32 +49,45 @@ Stop with Ctrl-C."""
 
 
 @contextmanager
-def _gateway(server: LocalTriton, host: str, port: int | None) -> Iterator[None]:
+def _gateway(server: LocalTriton, host: str, port: int | None) -> Iterator[subprocess.Popen[bytes] | None]:
     """The OpenAI-compatible service in front of the server, when it has a port."""
     if port is None:
-        yield
+        yield None
         return
     command = [sys.executable, "-c", "from ddtree_gateway.cli import main; main()"]
     arguments = [f"--triton={server.grpc_url}", f"--host={host}", f"--port={port}"]
     with subprocess.Popen([*command, *arguments]) as gateway:
         try:
             click.echo(f"OpenAI API on http://{host}:{port}/v1")
-            yield
+            yield gateway
         finally:
             gateway.terminate()
+
+
+def _check_gateway_port(host: str, port: int, ports: Ports) -> None:
+    """Before minutes of loading: the gateway itself would only find out afterwards."""
+    if port in (ports.http, ports.grpc, ports.metrics):
+        raise PortInUseError(f"gateway port: {port} is Triton's too; give the gateway its own")
+    if not port_is_free(host, port):
+        raise PortInUseError(
+            f"gateway port: {host}:{port} is taken; stop what listens there or give another gateway port"
+        )
 
 
 def _serve(
     server: LocalTriton, log: Path, host: str, gateway_port: int | None, watch: Callable[[], Watchdog]
 ) -> None:
+    gateway_end: int | None = None
     with sigterm_as_interrupt():
         try:
             with waiting("Starting Triton and loading the models"):
                 server.start()
             click.echo(_greeting(server, log))
             dog = watch()
-            with _gateway(server, host, gateway_port):
+            with _gateway(server, host, gateway_port) as gateway:
                 while not server.wait(_LOOK_S):
+                    if gateway is not None and (gateway_end := gateway.poll()) is not None:
+                        break
                     for line in dog.look():
                         click.echo(line, err=True)
         except KeyboardInterrupt:
@@ -81,6 +95,10 @@ def _serve(
                 server.stop()
             return
         report = server.stop()
+        if gateway_end is not None:
+            raise ServerStartError(
+                f"the gateway ended by itself (exit code {gateway_end}); it says why above"
+            )
         raise ServerStartError(f"the server ended by itself (exit code {report.exit_code}; log: {log})")
 
 
@@ -122,6 +140,9 @@ def main(
     try:
         check_prerequisites()
         project = find_project()
+        ports = Ports(http_port, grpc_port, metrics_port)
+        if gateway_port is not None:
+            _check_gateway_port(host, gateway_port, ports)
         if draft is None and model is not None:
             raise LocalTritonError(
                 "drafter (DRAFT, --draft): not given; a target of your own needs its own drafter"
@@ -133,7 +154,6 @@ def main(
             dtype=dtype,
         )
         log = project.root / ".cache" / "serve.log"
-        ports = Ports(http_port, grpc_port, metrics_port)
         gate, key = project.root / ".cache" / "serve.drain", secrets.token_hex(16)
         gate.unlink(missing_ok=True)
         server = local_server(
