@@ -76,5 +76,7 @@ def _holds(description: Mapping[str, Any]) -> str:
     if isinstance(usage, Mapping):
         parts.append(f"{usage.get('sessions')} sessions")
         parts.append(f"{usage.get('pages_used')} of {usage.get('pages_total')} KV pages used")
-    parts += [f"{key} {value}" for key, value in description.items() if isinstance(value, str | int | float)]
+    for key, value in description.items():
+        if isinstance(value, str | int | float) and value != "":
+            parts.append(f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}")
     return " · ".join(parts)

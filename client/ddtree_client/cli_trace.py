@@ -74,5 +74,5 @@ def summary_line(summary: Summary) -> str:
     if total_ms > 0:
         parts.append(" ".join(f"{stage} {summary.stage_ms[stage] / total_ms:.0%}" for stage in STAGES))
     others = {why: count for why, count in summary.drafting.items() if why != "drafted"}
-    parts += [f"{count} rounds without a tree ({why})" for why, count in others.items()]
+    parts += [f"{count} round{'s' * (count != 1)} without a tree ({why})" for why, count in others.items()]
     return " · ".join(parts)

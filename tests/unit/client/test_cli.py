@@ -148,11 +148,15 @@ def test_health_shows_models_and_what_stages_hold() -> None:
     stage = {
         "vocab_size": 49152,
         "cost_ms": [1, 2],
+        "fallback": "",
+        "load_ms": 54.273392001050524,
         "usage": {"sessions": 3, "pages_used": 12, "pages_total": 512},
     }
     text = shown(health(stages={"target_verifier": stage, "drafter": {"error": "no [op] input"}}))
     assert "Triton 2.51.0 at here:8001: ready" in text
-    assert "target_verifier: 3 sessions · 12 of 512 KV pages used · vocab_size 49152" in text
+    assert (
+        "target_verifier: 3 sessions · 12 of 512 KV pages used · vocab_size 49152 · load_ms 54.27\n" in text
+    )
     assert "drafter: error no [op] input" in text
 
 

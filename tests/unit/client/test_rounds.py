@@ -60,7 +60,7 @@ def test_the_sum_of_rounds() -> None:
     assert found.most_sequences == 2
     assert summary_line(found) == (
         "accepted at depth 1, 2, …: 67% 67% 0% · draft 25% build_tree 0% verify 75% commit 0% · "
-        "1 rounds without a tree (empty_tree)"
+        "1 round without a tree (empty_tree)"
     )
 
 
