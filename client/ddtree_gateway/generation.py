@@ -74,8 +74,8 @@ class Generation:
 
     async def _answer(self, index: int, prompt: Prompt) -> AsyncGenerator[tuple[int, Chunk]]:
         """One prompt's chunks, from the first server that takes it."""
-        candidates = self._endpoints.by_load()
-        for endpoint in candidates:
+        refusal: ServerUnavailableError | OverloadedError | None = None
+        for endpoint in self._endpoints.by_load():
             is_begun = False
             try:
                 with endpoint.serving() as client:
@@ -95,8 +95,13 @@ class Generation:
                 if isinstance(error, ServerUnavailableError):
                     await endpoint.look()
                 # What was shown cannot be taken back, and another server might say something else.
-                if is_begun or endpoint is candidates[-1]:
+                if is_begun:
                     raise
+                # That a server is full says more than that another one is not there; ready ones come first.
+                if refusal is None or isinstance(error, OverloadedError):
+                    refusal = error
+        assert refusal is not None, "a gateway has at least one server"
+        raise refusal
 
     def _send(self, client: AsyncClient, prompt: Prompt) -> AsyncStream:
         passed_s = time.monotonic() - self._begin  # with servers that did not take it

@@ -107,7 +107,13 @@ class GrammarCompiler:
         field = f"guided_{grammar.kind}"
         if not self._stop_ids:
             raise InvalidArgument(f"{field} needs a target with a stop token, and this one names none")
-        matcher = LLMatcher(self._get_tables(), _translate(field, grammar), log_level=0)
+        try:
+            matcher = LLMatcher(self._get_tables(), _translate(field, grammar), log_level=0)
+        except (
+            ValueError
+        ) as error:  # Python's JSON takes numbers and half characters that the library does not
+            rule = f"cannot be used: {_one_line(str(error))}"
+            raise InvalidArgument.of(field, rule, _shortened(grammar.source), "correct it") from error
         # What the first step allows costs more than it does later, and shows whether anything is possible.
         matcher.compute_bitmask()
         if matcher.is_error():

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from ddtree.errors import Unavailable
 from ddtree.grammar import Matcher
@@ -15,6 +16,7 @@ from ddtree.params import GenerationParams
 from ddtree.samplers import Samplers
 from ddtree.sampling import SamplerState
 from ddtree.sampling_spec import Grammar, SamplingSpec
+from ddtree.types import FeatureRequest, PrefillRequest, SessionBatch, Status, TreeBatch, VerifyRequest
 from ddtree.verify import TargetVerifier
 from tests.fakes.collecting_sink import CollectingSink
 from tests.fakes.pipeline import GreedyReference, make_verifier
@@ -133,6 +135,37 @@ async def test_a_sampler_that_raises_ends_its_own_sequence_only(
     assert isinstance(broken, Unavailable)
     assert "could not be chosen" in str(broken)
     assert answered == list(others.values())
+
+
+@pytest.mark.parametrize(("operation", "calls"), [("allowed_words", 1), ("push", 2)])
+def test_features_and_states_of_the_others_stand_where_they_belong(
+    tiny_target: Path, operation: str, calls: int
+) -> None:
+    verifier = brittle_verifier(tiny_target, Fuse(operation, calls))
+    prompt, settings = (
+        torch.arange(40, 49, dtype=torch.int32),
+        [guided(seed).sampling for seed in (5, BRITTLE, 6)],
+    )
+    settings = [replace(spec, prompt_length=len(prompt)) for spec in settings]
+    ids, epochs = torch.arange(3), torch.zeros(3, dtype=torch.int32)
+    opened = verifier.prefill(
+        PrefillRequest(
+            SessionBatch(ids, epochs, torch.zeros(3, dtype=torch.int32)),
+            prompt.repeat(3),
+            torch.tensor([9, 9, 9]),
+            torch.tensor([100, 100, 100]),
+            tuple(spec.to_json() for spec in settings),
+        )
+    )
+    assert opened.status.tolist() == [Status.OK] * 3
+    sessions = SessionBatch(ids, epochs, torch.full((3,), 9, dtype=torch.int32))
+    verdict = verifier.verify(VerifyRequest(sessions, opened.next_tokens, TreeBatch.empty(3)))
+    assert verdict.status.tolist() == [Status.OK, Status.SAMPLER_FAILED, Status.OK]
+    others = torch.tensor([0, 2])
+    held = SessionBatch(ids[others], epochs[others], torch.full((2,), 10, dtype=torch.int32))
+    kept = verifier.read_features(FeatureRequest(held, torch.tensor([9, 9]), torch.tensor([1, 1])))
+    assert kept.status.tolist() == [Status.OK] * 2
+    assert torch.equal(verdict.features, kept.features)
 
 
 @pytest.mark.parametrize("operation", ["fork", "advance", "allowed_words"])

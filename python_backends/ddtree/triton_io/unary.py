@@ -43,6 +43,7 @@ class TritonPythonModel:
         self._declared = [output["name"] for output in json.loads(args["model_config"])["output"]]
         self._waiting = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="ddtree-unary")
         self._reading = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="ddtree-unary-read")
+        self._under_way: list[_Relay] = []
 
     def execute(self, requests: Sequence[Any]) -> None:
         """Begin to answer and return, so that Triton hands over the next request."""
@@ -63,7 +64,12 @@ class TritonPythonModel:
         self._reading.shutdown()
 
     def _answer(self, relay: _Relay, channel: ResponseChannel) -> None:
+        self._under_way.append(relay)
         try:
+            if relay.stops:
+                for other in list(self._under_way):
+                    if other.request_id == relay.request_id and not other.stops:
+                        other.stop()
             outputs = relay.wait(self._reading.submit(relay.read), channel)
             channel.send(outputs, is_final=True)
         except DDTreeError as error:
@@ -72,6 +78,7 @@ class TritonPythonModel:
             _LOG.exception("a request failed", extra={"request_id": relay.request_id})
             channel.fail(DDTreeError("the server failed on this request; its log says why"))
         finally:
+            self._under_way.remove(relay)
             channel.close()
 
 
@@ -80,6 +87,9 @@ class _Relay:
 
     def __init__(self, request_id: str, inputs: Arrays, wanted: Collection[str], timeout_us: int) -> None:
         self.request_id = request_id
+        self.stops = "stop" in inputs and bool(inputs["stop"].any())
+        # Callers may choose the same id, and who leaves must stop nobody else.
+        self._own_id = request_id if self.stops else f"{request_id}-{uuid.uuid4().hex}"
         self._inputs = {name: array for name, array in inputs.items() if name not in _STREAMING}
         self._wanted = wanted
         self._timeout_us = timeout_us
@@ -111,16 +121,19 @@ class _Relay:
                 if not channel.is_cancelled():
                     continue
             # A call between models cannot be cancelled before 25.04, but a request can be stopped by its id.
-            stop = {"stop": np.array([[True]])}
-            for _ in self._call(stop, ("finish_reason",)):
-                pass
+            self.stop()
             reading.result()
             raise Cancelled("the caller left")
+
+    def stop(self) -> None:
+        """End it at `ddtree`; `read` then gives the answer so far."""
+        for _ in self._call({"stop": np.array([[True]])}, ("finish_reason",)):
+            pass
 
     def _call(self, inputs: Arrays, wanted: Collection[str]) -> Iterator[Arrays]:
         request = pb_utils.InferenceRequest(
             model_name=_MODEL,
-            request_id=self.request_id,
+            request_id=self._own_id,
             requested_output_names=list(dict.fromkeys(wanted)),
             inputs=[pb_utils.Tensor(name, array) for name, array in inputs.items()],
             timeout=self._timeout_us,

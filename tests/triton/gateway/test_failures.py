@@ -86,6 +86,15 @@ def test_a_refusal_keeps_its_status_in_both_ways_of_asking(
         api.completions.create(model="m", prompt=prompt, stream=stream)
 
 
+def test_a_server_that_is_full_is_heard_though_another_one_is_dead(server: LocalTriton) -> None:
+    said = "RESOURCE_EXHAUSTED: the queue is full; retry in 3 s"
+    dead = f"127.0.0.1:{closed_port()}"
+    with running(Settings(endpoints=(server.grpc_url, dead), served_names=("m",))) as gateway:
+        for _ in range(3):  # whoever's turn it is
+            answer = post(gateway, script("a", error=said, error_at=0))
+            assert (answer.status_code, answer.headers.get("retry-after")) == (429, "3")
+
+
 def test_an_error_after_the_first_chunk_is_an_event(scripted: Gateway) -> None:
     prompt = script("a", "b", error="INTERNAL: it broke", error_at=1)
     with OpenAI(base_url=f"{scripted.url}/v1", api_key="x", max_retries=0) as api:

@@ -127,6 +127,38 @@ def test_a_caller_who_leaves_stops_the_work(tiny_server: OracleServer) -> None:
     tiny_server.assert_quiet()
 
 
+def test_a_caller_who_leaves_stops_nobody_else_with_the_same_id(tiny_server: OracleServer) -> None:
+    ids, _ = expected(tiny_server, "stays", 400)
+    stays = {"text_input": texts("stays"), "max_tokens": numbers(400), "draft_mode": texts("off")}
+    with grpc.InferenceServerClient(tiny_server.triton.grpc_url) as client, ThreadPoolExecutor(1) as pool:
+        staying = pool.submit(client.infer, MODEL, inputs(grpc.InferInput, **stays), request_id="1")
+        for _ in range(3):
+            leaves = {
+                "text_input": texts("leaves"),
+                "max_tokens": numbers(400),
+                "ignore_eos": np.array([[True]]),
+            }
+            with pytest.raises(InferenceServerException, match="Deadline"):
+                client.infer(MODEL, inputs(grpc.InferInput, **leaves), request_id="1", client_timeout=0.1)
+        result = staying.result()
+    assert result.as_numpy("finish_reason").tolist() != [[b"cancelled"]]
+    assert result.as_numpy("output_ids").tolist() == [[ids]]
+    tiny_server.assert_quiet()
+
+
+def test_a_request_is_stopped_by_its_id(tiny_server: OracleServer) -> None:
+    values = {"text_input": texts("stop"), "max_tokens": numbers(450), "ignore_eos": np.array([[True]])}
+    with grpc.InferenceServerClient(tiny_server.triton.grpc_url) as client, ThreadPoolExecutor(1) as pool:
+        running = pool.submit(client.infer, MODEL, inputs(grpc.InferInput, **values), request_id="mine")
+        deadline = time.monotonic() + 10
+        while not tiny_server.held().sessions:
+            assert time.monotonic() < deadline, "it did not begin"
+            time.sleep(0.005)
+        client.infer(MODEL, inputs(grpc.InferInput, stop=np.array([[True]])), request_id="mine")
+        assert running.result().as_numpy("finish_reason").tolist() == [[b"cancelled"]]
+    tiny_server.assert_quiet()
+
+
 def test_the_twin_takes_every_input_and_gives_every_output(project_root: Path) -> None:
     def declared(model: str) -> tuple[set[tuple[str, str]], set[tuple[str, str]]]:
         text = (project_root / model / "config.pbtxt").read_text()
