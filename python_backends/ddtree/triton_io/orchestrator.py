@@ -37,7 +37,7 @@ from ddtree.thinking import ThinkingAdvice
 from ddtree.triton_io.bls_call import call_stage
 from ddtree.triton_io.observability import Observability
 from ddtree.triton_io.requests import parse
-from ddtree.triton_io.responses import Answer, stop_outputs, wants_trace
+from ddtree.triton_io.responses import Answer, lists_outputs, stop_outputs, wants_trace
 from ddtree.triton_io.tensors import ResponseChannel, read_inputs
 
 _LOG = logging.getLogger(__name__)
@@ -135,7 +135,9 @@ class Orchestrator:
         channel = ResponseChannel(request)
         wanted = frozenset(request.requested_output_names())
         traced = self._text if wants_trace(wanted, self._outputs) else None
-        answer = Answer(channel, wanted, traced, token_bytes=self._text.token_bytes)
+        # Who lists nothing may want JSON, which Triton makes no valid one of where bytes are no text.
+        token_bytes = self._text.token_bytes if lists_outputs(wanted, self._outputs) else None
+        answer = Answer(channel, wanted, traced, token_bytes=token_bytes)
         watch = self._watch(request)
         self._observe(RequestArrived(watch))
         ended = RequestEnded(watch, "completed")

@@ -175,9 +175,14 @@ class RowSink:
         return self._answer.is_cancelled()
 
 
+def lists_outputs(wanted: Collection[str], declared: Collection[str]) -> bool:
+    """Tell whether a caller listed outputs; Triton shows a request without a list as one that lists all."""
+    return set(wanted) != set(declared)
+
+
 def wants_trace(wanted: Collection[str], declared: Collection[str]) -> bool:
-    """Tell whether a caller listed `trace`; Triton shows a request without a list as one that lists all."""
-    return "trace" in wanted and set(wanted) != set(declared)
+    """Tell whether a caller listed `trace`."""
+    return "trace" in wanted and lists_outputs(wanted, declared)
 
 
 def delta_outputs(delta: Delta, stats: Stats, row: int, sequence_index: int = 0) -> Arrays:

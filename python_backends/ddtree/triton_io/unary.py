@@ -27,6 +27,7 @@ _LOG = logging.getLogger(__name__)
 _MODEL: Final = "ddtree"
 _AT_ONCE: Final = 64  # requests under way, each with a thread that waits and one that reads
 _POLL_S: Final = 0.1  # how soon a caller's departure is noticed
+_BYTES: Final = frozenset({"output_token_bytes", "top_log_prob_bytes"})
 _STREAMING: Final = frozenset({"stream", "streaming"})
 _PLACE: Final = ("batch_index", "sequence_index")
 _ERRORS: Final = {kind.code: kind for kind in (InvalidArgument, ResourceExhausted, Unavailable, Cancelled)}
@@ -54,7 +55,9 @@ class TritonPythonModel:
             inputs = {
                 name: array.copy().reshape(len(array), math.prod(array.shape[1:])) for name, array in tensors
             }
-            wanted = tuple(request.requested_output_names()) or tuple(self._declared)
+            wanted = set(request.requested_output_names()) or set(self._declared)
+            if wanted == set(self._declared):  # who lists nothing may want JSON, which holds no bytes
+                wanted -= _BYTES
             relay = _Relay(request.request_id() or uuid.uuid4().hex, inputs, wanted, request.timeout())
             self._waiting.submit(self._answer, relay, ResponseChannel(request))
 

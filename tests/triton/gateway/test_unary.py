@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from urllib.request import Request, urlopen
 
 import numpy as np
 import pytest
@@ -157,6 +159,16 @@ def test_a_request_is_stopped_by_its_id(tiny_server: OracleServer) -> None:
         client.infer(MODEL, inputs(grpc.InferInput, stop=np.array([[True]])), request_id="mine")
         assert running.result().as_numpy("finish_reason").tolist() == [[b"cancelled"]]
     tiny_server.assert_quiet()
+
+
+@pytest.mark.parametrize("path", ["ddtree/generate", "ddtree/generate_stream", "ddtree_unary/generate"])
+def test_log_probs_over_http_are_valid_json(tiny_server: OracleServer, path: str) -> None:
+    """The small target says bytes that are no text; only who lists outputs is given them."""
+    body = {"text_input": "abc", "max_tokens": 8, "return_log_probs": True, "num_top_log_probs": 3}
+    url = f"http://{tiny_server.triton.http_url}/v2/models/{path}"
+    with urlopen(Request(url, json.dumps(body).encode()), timeout=30) as answer:
+        text = answer.read().decode("utf-8")
+    assert len(json.loads(text.removeprefix("data: "))["output_log_probs"]) == 8
 
 
 def test_the_twin_takes_every_input_and_gives_every_output(project_root: Path) -> None:
