@@ -64,12 +64,12 @@ OPTION_INPUTS: Mapping[str, InputSpec] = {
     "ignore_eos": InputSpec("ignore_eos", "BOOL"),
 }
 
-# What is read of a response, and the trace, which the server sends only to who lists it.
-_TRACED_OUTPUTS = (
+# What is read of a response. The server sends a trace, and the bytes of tokens, only to who lists them.
+_READ_OUTPUTS = (
     "batch_index", "sequence_index", "text_output", "output_ids", "finish_reason", "num_output_tokens",
     "num_input_tokens", "num_rounds", "total_accepted_draft_tokens", "total_draft_tokens",
     "output_log_probs", "drawn_log_probs", "top_log_prob_ids", "top_log_probs", "output_token_bytes",
-    "top_log_prob_bytes", "warning", "trace",
+    "top_log_prob_bytes", "warning",
 )  # fmt: skip
 
 # Always on: chunks as they are made, without the prompt, with what the statistics need.
@@ -159,14 +159,13 @@ def build_request(*, model: str, request_id: str, prompts: Prompts, options: Gen
         _add(
             request, prompts.spec, [_checked(prompts.spec, prompts.spec.name, [row]) for row in prompts.rows]
         )
+    traced = ("trace",) if options.get("trace") else ()
+    for name in (*_READ_OUTPUTS, *traced) if traced or options.get("return_log_probs") else ():
+        request.outputs.add(name=name)
     for option, value in options.items():
-        if option == "trace":
-            for name in _TRACED_OUTPUTS if value else ():
-                request.outputs.add(name=name)
-            continue
-        if option not in OPTION_INPUTS:
+        if option not in OPTION_INPUTS and option != "trace":
             raise TypeError(f"unknown option {option!r}; there are {', '.join(OPTION_INPUTS)}")
-        if value is None:
+        if value is None or option == "trace":
             continue
         spec = OPTION_INPUTS[option]
         values = _checked(spec, option, _as_list(option, value))

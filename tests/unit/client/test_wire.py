@@ -239,4 +239,5 @@ def test_a_traced_request_lists_all_outputs_that_are_read(monkeypatch: pytest.Mo
         return {output.name for output in request.outputs}
 
     assert outputs_of({"trace": True}) == read
+    assert outputs_of({"return_log_probs": True}) == read - {"trace"}
     assert outputs_of({"trace": False}) == outputs_of({}) == set()
