@@ -264,7 +264,7 @@ def test_what_is_not_served_is_refused_by_name(
 )
 def test_what_asks_for_nothing_new_passes(openai_client: OpenAI, more: dict[str, Any]) -> None:
     answer = openai_client.chat.completions.create(
-        **{"model": MODEL, "messages": MESSAGES, "max_tokens": 2, **more}
+        **{"model": MODEL, "messages": MESSAGES, "max_tokens": 2, "temperature": 0, **more}
     )
     assert answer.usage is not None
     assert answer.usage.completion_tokens == 2
