@@ -106,6 +106,7 @@ def test_the_notebook(examples: Path, environment: dict[str, str], tiny_server: 
     python = str(frameworks_python())
     texts = json.loads(output_of([python, "-c", EXECUTE, str(examples / "speculation.ipynb")], environment))
     assert "".join(texts).startswith(greedy(tiny_server, 32, prompt="The sky is"))
+    assert "the same text: True\n" in "".join(texts)
     assert "'draft_mode': 'tree', 'tree_budget': 32" in "".join(texts)
 
 
