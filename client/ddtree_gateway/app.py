@@ -24,6 +24,7 @@ from ddtree_gateway.options import chat_order, completion_order
 from ddtree_gateway.schema import ChatRequest, CompletionRequest
 from ddtree_gateway.settings import Settings
 from ddtree_gateway.streaming import GenerationResponse
+from ddtree_gateway.tenancy import apart
 
 _ERRORS: dict[int | str, dict[str, Any]] = {
     400: {"description": "The request breaks a rule; `error.param` names the parameter."},
@@ -67,14 +68,20 @@ def create_app(settings: Settings) -> FastAPI:
 
 def _add_generation(app: FastAPI, settings: Settings, endpoints: Endpoints, metrics: ClientMetrics) -> None:
     @app.post("/v1/chat/completions", responses=_ERRORS, response_model=None)
-    async def chat_completions(body: ChatRequest) -> Response:
-        order = chat_order(body, settings)
+    async def chat_completions(body: ChatRequest, request: Request) -> Response:
+        order = apart(chat_order(body, settings), _tenant(request))
         return GenerationResponse(order, Generation(order, endpoints, metrics), ChatWriter)
 
     @app.post("/v1/completions", responses=_ERRORS, response_model=None)
-    async def completions(body: CompletionRequest) -> Response:
-        order = completion_order(body, settings)
+    async def completions(body: CompletionRequest, request: Request) -> Response:
+        order = apart(completion_order(body, settings), _tenant(request))
         return GenerationResponse(order, Generation(order, endpoints, metrics), CompletionWriter)
+
+
+def _tenant(request: Request) -> bytes | None:
+    """The digest of the caller's key, as the guard noted it."""
+    tenant: bytes | None = getattr(request.state, "tenant", None)
+    return tenant
 
 
 def _add_models(app: FastAPI, settings: Settings) -> None:

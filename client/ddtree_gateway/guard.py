@@ -34,12 +34,13 @@ class ApiKeys:
         self._seen = self._mark()
         self._digests = self._read()
 
-    def allow(self, key: str) -> bool:
-        """Tell whether this is one of the keys, in a time that does not depend on how nearly it is."""
+    def tenant(self, key: str) -> bytes | None:
+        """The digest of one of the keys, None for any other; the time does not say how nearly it is one."""
         self._refresh()
         digest = _digest(key)
         # Every key is compared: which one fits, and after how many, must not show.
-        return sum([hmac.compare_digest(digest, each) for each in self._digests]) > 0
+        is_known = sum([hmac.compare_digest(digest, each) for each in self._digests]) > 0
+        return digest if is_known else None
 
     def _refresh(self) -> None:
         mark = self._mark()
@@ -122,7 +123,9 @@ class Guard:
         headers = dict(scope["headers"])
         if self._keys is not None and path.startswith("/v1"):
             scheme, _, key = headers.get(b"authorization", b"").decode("latin-1").partition(" ")
-            if scheme.lower() != "bearer" or not self._keys.allow(key.strip()):
+            tenant = self._keys.tenant(key.strip()) if scheme.lower() == "bearer" else None
+            scope.setdefault("state", {})["tenant"] = tenant
+            if tenant is None:
                 return ApiError(
                     401,
                     "a valid key is needed; send it as `Authorization: Bearer KEY`",

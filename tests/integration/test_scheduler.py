@@ -15,8 +15,10 @@ from tests.fakes.lives import make_live
 Steps = list[tuple[int, int]]
 
 
-def scheduler_of(*lives: Live, **limits: int) -> Scheduler:
-    scheduler = Scheduler(**{"max_sequences": 2, "max_waiting": 8, "prefill_chunk": 10, **limits})
+def scheduler_of(
+    *lives: Live, max_sequences: int = 2, max_waiting: int = 8, prefill_chunk: int = 10
+) -> Scheduler:
+    scheduler = Scheduler(max_sequences=max_sequences, max_waiting=max_waiting, prefill_chunk=prefill_chunk)
     for live in lives:
         scheduler.add(live)
     return scheduler
@@ -103,15 +105,15 @@ def test_a_postponed_sequence_waits_before_all_that_came_later_until_somebody_en
     assert scheduler.num_running == 2  # the pool is full: nobody is let in
     scheduler.remove(lives[3])
     scheduler.admit()
-    assert scheduler.running == (lives[0], lives[1]), "the first one alone: the pages are for it"
+    assert list(scheduler.running) == [lives[0], lives[1]], "the first one alone: the pages are for it"
     scheduler.admit()
     assert scheduler.num_running == 2
     lives[1].committed = 1  # it found room
     scheduler.admit()
-    assert scheduler.running == (lives[0], lives[1], lives[2])
+    assert list(scheduler.running) == [lives[0], lives[1], lives[2]]
     lives[2].committed = 1
     scheduler.admit()
-    assert scheduler.running == (lives[0], lives[1], lives[2], lives[4])
+    assert list(scheduler.running) == [lives[0], lives[1], lives[2], lives[4]]
 
 
 def test_small_ones_that_come_later_never_take_the_pages_a_big_one_waits_for() -> None:

@@ -34,8 +34,8 @@ class Answer:
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory, project_root: Path) -> Iterator[World]:
-    sizes = {"DDTREE_MAX_SEQUENCES": str(PLACES), "DDTREE_MAX_WAITING": str(QUEUE)}
-    with soaked(tmp_path_factory.mktemp("overload"), project_root, **sizes) as world:
+    folder, places, queue = tmp_path_factory.mktemp("overload"), str(PLACES), str(QUEUE)
+    with soaked(folder, project_root, DDTREE_MAX_SEQUENCES=places, DDTREE_MAX_WAITING=queue) as world:
         yield world
         report = world.triton.stop()
     assert (report.exit_code, report.orphans_killed, report.regions_removed) == (0, 0, 0)

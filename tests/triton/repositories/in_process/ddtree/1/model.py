@@ -23,6 +23,7 @@ from ddtree.events import Event, Listeners, Observe, StageCalled
 from ddtree.models.draft_checkpoint import draft_hash, open_checkpoint
 from ddtree.stages.in_process import InProcessStages
 from ddtree.triton_io import orchestrator
+from ddtree.verify import TargetVerifier
 
 _ORDER = b"stages:"
 
@@ -31,7 +32,9 @@ class TritonPythonModel(orchestrator.TritonPythonModel):
     """The real model but for the drafter, and for orders."""
 
     def _load_stages(self, config: ServingConfig, observe: Observe) -> InProcessStages:
-        self._verifier = assembly.load_verifier(config)
+        verifier = assembly.load_verifier(config)
+        assert isinstance(verifier, TargetVerifier), "in one process the target is run by PyTorch"
+        self._verifier = verifier
         self._oracle = _load_oracle(config)
         self._rounds = 0
         self._stages = InProcessStages(self._verifier, self._oracle, Listeners([observe, self._count_round]))
