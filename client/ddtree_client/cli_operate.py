@@ -67,6 +67,8 @@ def drain(*, gate: Path | None, metrics: str, settle_s: float, timeout_s: float,
     except (ControlError, TimeoutError) as error:
         _fail(error)
     click.echo(drained.why, err=True)
+    if gate is None:
+        click.echo("no gate was given: new requests are still taken; give --gate to refuse them", err=True)
     if not drained.is_empty:
         raise click.exceptions.Exit(1)
 

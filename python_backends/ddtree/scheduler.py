@@ -101,7 +101,12 @@ class Scheduler:
     def why_waiting(self, live: Live, what_came: str) -> str:
         """Say why a waiting sequence has no place, now that it cannot wait any longer."""
         waited_s = (self.clock() - live.waiting_since_ns) / 1e9
-        reason = "the KV pool has no room for it" if self._is_pool_full else "all places are taken"
+        if self._is_pool_full:
+            reason = "the KV pool has no room for it"
+        elif len(self._running) < self._max_sequences:
+            reason = "no step began meanwhile"
+        else:
+            reason = "all places are taken"
         return (
             f"{what_came} after {waited_s:.1f} s in the queue: {reason} ({len(self._running)} sequences are "
             f"running, {len(self._waiting)} waiting); {self.retry_hint()} or add a replica"

@@ -181,3 +181,12 @@ def test_a_waiting_sequence_that_leaves_frees_no_page() -> None:
     scheduler.remove(lives[3])
     scheduler.admit()
     assert scheduler.running == (lives[0], lives[1])
+
+
+def test_who_waits_is_told_why() -> None:
+    first, *others = some(4)
+    scheduler = scheduler_of(first, max_sequences=1)
+    assert "no step began meanwhile" in scheduler.why_waiting(first, "its deadline came")
+    scheduler.admit()
+    scheduler.add(others[0])
+    assert "all places are taken (1 sequences are running" in scheduler.why_waiting(others[0], "time is up")

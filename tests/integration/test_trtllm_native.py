@@ -252,9 +252,21 @@ def test_a_root_that_is_not_the_streams_last_token_starts_anew(config: ServingCo
     verifier.release([1])
 
 
-def _sessions(length: int) -> SessionBatch:
+def test_a_late_opening_call_of_an_earlier_life_is_refused(config: ServingConfig) -> None:
+    verifier = load(config, other_version())
+    one = torch.tensor([1], dtype=torch.int32)
+    held = verifier.prefill(PrefillRequest(_sessions(0, epoch=1), one * 5, one, one * 50))
+    late = verifier.prefill(PrefillRequest(_sessions(0, epoch=0), one * 7, one, one * 50))
+    assert (held.status.tolist(), late.status.tolist()) == ([Status.OK], [Status.SESSION_LOST])
+    root = held.next_tokens.int()
+    going_on = verifier.verify(VerifyRequest(_sessions(1, epoch=1), root, TreeBatch.empty(1)))
+    assert going_on.status.tolist() == [Status.OK]
+    verifier.release([1])
+
+
+def _sessions(length: int, epoch: int = 0) -> SessionBatch:
     zero = torch.zeros(1, dtype=torch.int32)
-    return SessionBatch(torch.tensor([1]), zero, zero + length)
+    return SessionBatch(torch.tensor([1]), zero + epoch, zero + length)
 
 
 def test_the_native_symbols_are_called_as_recorded(config: ServingConfig) -> None:

@@ -6,6 +6,8 @@ plainly, prints what happened, and stops everything again.
 
 from __future__ import annotations
 
+import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import click
@@ -21,6 +23,7 @@ from ddtree_local.serving import ServedPair, check_prerequisites, local_server, 
 
 PROMPT = "Why is the sky blue?"
 _WARM_UP_TOKENS = 16
+_TURNS = 3  # in turns, so that a slow moment of the machine does not fall on one mode alone
 
 
 @dataclass(frozen=True)
@@ -58,25 +61,30 @@ def _number(value: float | None, form: str) -> str:
     return "–" if value is None else format(value, form)
 
 
-def _table(results: dict[_Mode, Result]) -> Table:
-    table = Table(title="The same prompt, three ways")
+def _median_speed(results: Sequence[Result]) -> float | None:
+    speeds = [speed for each in results if (speed := each.stats.tokens_per_second) is not None]
+    return statistics.median(speeds) if speeds else None
+
+
+def _table(results: Mapping[_Mode, Sequence[Result]]) -> Table:
+    table = Table(title=f"The same prompt, three ways, {_TURNS} turns each: medians")
     table.add_column("draft mode")
     for column in ("tokens", "tokens/s", "rounds", "acceptance length"):
         table.add_column(column, justify="right")
-    for mode, result in results.items():
-        stats = result.stats
+    for mode, answers in results.items():
+        stats = [answer.stats for answer in answers]
         table.add_row(
             mode.label,
-            str(stats.output_tokens),
-            _number(stats.tokens_per_second, ".1f"),
-            str(stats.rounds),
-            _number(stats.acceptance_length, ".2f"),
+            str(stats[0].output_tokens),
+            _number(_median_speed(answers), ".1f"),
+            str(statistics.median_low(each.rounds for each in stats)),
+            _number(statistics.median_low(each.acceptance_length or 0.0 for each in stats) or None, ".2f"),
         )
     return table
 
 
-def _verdict(results: dict[_Mode, Result]) -> str:
-    answers = {mode.draft_mode: result.token_ids for mode, result in results.items()}
+def _verdict(results: Mapping[_Mode, Sequence[Result]]) -> str:
+    answers = {mode.draft_mode: each[0].token_ids for mode, each in results.items()}
     plain = answers["off"]
     if all(answer == plain for answer in answers.values()):
         return "All three answers are the same, token for token."
@@ -109,11 +117,12 @@ def _run(question: _Question) -> None:
                 for mode in _MODES:
                     _Question(question.prompt, _WARM_UP_TOKENS).ask(client, mode, echo=False)
             click.echo(f"> {question.prompt}\n")
-            results = {_MODES[0]: question.ask(client, _MODES[0], echo=True)}
+            results = {mode: list[Result]() for mode in _MODES}
+            results[_MODES[0]].append(question.ask(client, _MODES[0], echo=True))
             click.echo("\n")
-            for mode in _MODES[1:]:
+            for mode in (_MODES * _TURNS)[1:]:
                 with waiting(f"The same prompt with draft_mode={mode.draft_mode}"):
-                    results[mode] = question.ask(client, mode, echo=False)
+                    results[mode].append(question.ask(client, mode, echo=False))
         Console().print(_table(results))
         click.echo(_verdict(results))
     finally:

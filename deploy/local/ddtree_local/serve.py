@@ -153,9 +153,11 @@ def main(
             topology=cast(Topology, topology),
             dtype=dtype,
         )
-        log = project.root / ".cache" / "serve.log"
-        gate, key = project.root / ".cache" / "serve.drain", secrets.token_hex(16)
-        gate.unlink(missing_ok=True)
+        # Named by the port: two servers of one checkout are drained and read apart.
+        log = project.root / ".cache" / f"serve-{grpc_port}.log"
+        gate, key = log.with_suffix(".drain"), secrets.token_hex(16)
+        if port_is_free(host, grpc_port):  # else this start fails, and who has the port may be draining
+            gate.unlink(missing_ok=True)
         server = local_server(
             project, pair, host=host, ports=ports, log_path=log, unary=unary, watch_key=key, drain_file=gate
         )

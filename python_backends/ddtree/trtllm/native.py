@@ -172,6 +172,9 @@ class NativeChainVerifier:
         if length:
             session = self._find(session_id, epoch, length)
             return session, Status.SESSION_LOST if session is None else Status.OK
+        held = self._sessions.get(session_id)
+        if held is not None and held.epoch > epoch:  # a late call of an earlier life
+            return None, Status.SESSION_LOST
         self.release([session_id])
         spec = SamplingSpec.from_json(request.sampling[index] if request.sampling else "")
         if not _is_served(spec):
