@@ -36,7 +36,8 @@ def trusted(
     power = trust.reshape(-1, *(1,) * (log_probs.dim() - 1))
     best = log_probs.topk(min(2, log_probs.shape[-1]), dim=-1).values
     place = log_probs.argmax(dim=-1, keepdim=True)  # the first among equals, which topk does not promise
-    hit = -torch.expm1(power * torch.log1p(-best[..., :1].exp().clamp(max=1.0)))
+    miss = -torch.expm1(best[..., :1].clamp(max=0.0))  # not 1 - exp: that is 0 for whatever is nearly sure
+    hit = -torch.expm1(power * miss.log())
     corrected = torch.maximum(hit.log(), best[..., -1:]) if best.shape[-1] > 1 else hit.log()
     return log_probs.scatter(-1, place, torch.where(power == 1, best[..., :1], corrected))
 
