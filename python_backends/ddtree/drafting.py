@@ -7,8 +7,9 @@ round, or for good when it keeps failing.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ from ddtree.live import Live
 from ddtree.planner import RoundPlanner, spread_trees
 from ddtree.promise import Promise
 from ddtree.stages.base import DRAFTER, Stages
-from ddtree.types import DraftResult, Status, TreeBatch, VerifyResult
+from ddtree.types import DraftRequest, DraftResult, Status, TreeBatch, VerifyResult
 
 _LOG = logging.getLogger(__name__)
 _MAX_DRAFT_LOSSES = 3
@@ -55,7 +56,7 @@ class DraftingLoop:
         wanting = [live for live in wanting if live.draft.is_ready]
         if not wanting:
             return [], None
-        result = await self._ask(wanting, context_only=False)
+        result = await self._ask(wanting, partial(self._planner.draft, context_only=False))
         if result is None:
             return [], None
         kept = [index for index, live in enumerate(wanting) if self._settle(live, int(result.status[index]))]
@@ -85,6 +86,11 @@ class DraftingLoop:
         places = {id(live): place for place, live in enumerate(batch)}
         self._promised = _Promised(drafting, [places[id(live)] for live in drafting], promise)
         return spread_trees(trees, self._promised.places, len(batch))
+
+    @property
+    def promise(self) -> Promise | None:
+        """What the trees of the round under way promise, a row per drafting sequence; None without trees."""
+        return None if self._promised is None else self._promised.promise
 
     def learn(self, verdict: VerifyResult) -> None:
         """Compare what became of the round's trees with what was promised of them."""
@@ -124,15 +130,17 @@ class DraftingLoop:
         ]
         if not owing:
             return
-        result = await self._ask(owing, context_only=True)
+        result = await self._ask(owing, partial(self._planner.draft, context_only=True))
         if result is not None:
             for index, live in enumerate(owing):
                 self._settle(live, int(result.status[index]))
 
-    async def _ask(self, lives: Sequence[Live], *, context_only: bool) -> DraftResult | None:
+    async def _ask(
+        self, lives: Sequence[Live], plan: Callable[[Sequence[Live]], DraftRequest]
+    ) -> DraftResult | None:
         """Call the drafter; when it fails it counts as having lost these sequences: none of them ends."""
         try:
-            return await self._stages.draft(self._planner.draft(lives, context_only=context_only))
+            return await self._stages.draft(plan(lives))
         except Exception as error:  # noqa: BLE001 - whatever broke, a plain round gives the right answer
             _LOG.warning("a round without drafts: %s", error)
             for live in lives:
@@ -174,12 +182,8 @@ class DraftingLoop:
                 left -= await self._read_back(live, left)
 
     async def _open(self, batch: Sequence[Live]) -> None:
-        try:
-            result = await self._stages.draft(self._planner.open_drafts(batch))
-        except Exception as error:  # noqa: BLE001 - whatever broke, a plain round gives the right answer
-            _LOG.warning("the drafter opens no sessions: %s", error)
-            for live in batch:
-                self._settle(live, Status.SESSION_LOST)
+        result = await self._ask(batch, self._planner.open_drafts)
+        if result is None:
             return
         reused = result.reused.tolist() or [0] * len(batch)
         for live, status, length in zip(batch, result.status.tolist(), reused, strict=True):

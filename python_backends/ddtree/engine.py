@@ -212,7 +212,7 @@ class Engine:
         watch.lap("build_tree")
         verdict = await self._stages.verify(self._plan.verify(batch, trees))
         watch.lap("verify")
-        note_round(batch, Verified(drafting, drafts, trees, verdict, watch.ms))
+        note_round(batch, Verified(drafting, self._drafts.promise, trees, verdict, watch.ms))
         self._drafts.learn(verdict)
         emitted = self._commit(batch, verdict)
         watch.lap("commit")

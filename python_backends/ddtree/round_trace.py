@@ -2,8 +2,8 @@
 
 A sequence is traced when its sink carries a `SequenceTrace`; without one nothing here is kept or copied.
 The engine hands over a round between verify and commit (`note_round`), the sink turns what its delta brought
-into JSON (`SequenceTrace.take`). Path probabilities are worked out here from the candidates, which the
-orchestrator has anyway: no message between the stages carries them. Knows no stage and no transport.
+into JSON (`SequenceTrace.take`). Path probabilities are what the round's drafts promised (`Promise`), which
+the engine has anyway: no message between the stages carries them. Knows no stage and no transport.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import exp
 from typing import TYPE_CHECKING, Any
 
 from ddtree.detokenize import Decoder, IncrementalDetokenizer
-from ddtree.types import DraftResult, Status, TreeBatch, VerifyResult
+from ddtree.types import Status, TreeBatch, VerifyResult
 
 if TYPE_CHECKING:
     from ddtree.live import Live
+    from ddtree.promise import Promise
     from ddtree.sequence import Delta
 
 _LOG = logging.getLogger(__name__)
@@ -30,8 +30,8 @@ _LOG = logging.getLogger(__name__)
 class Verified:
     """One packed round as it stands after verify; nothing is copied out of it before somebody traces."""
 
-    drafting: Sequence[Live]  # those of the batch that had candidates, a row of `drafts` each
-    drafts: DraftResult | None
+    drafting: Sequence[Live]  # those of the batch that had candidates, a row of `promise` each
+    promise: Promise | None  # None: there are no trees
     trees: TreeBatch
     verdict: VerifyResult
     stage_ms: Mapping[str, float]  # draft, build_tree, verify; of all sequences of the round together
@@ -97,9 +97,8 @@ class SequenceTrace:
         parents = trees.parents[place, :count].tolist()
         depths = trees.depths[place, :count].tolist()
         probabilities: list[float] = []
-        if verified.drafts is not None and live in verified.drafting:
-            row = verified.drafting.index(live)
-            probabilities = path_probabilities(verified.drafts, row, ids, parents, depths)
+        if verified.promise is not None and live in verified.drafting:
+            probabilities = verified.promise.paths[verified.drafting.index(live), :count].tolist()
         return {
             "ids": ids,
             "texts": [self._text(token) for token in ids],
@@ -151,34 +150,6 @@ def why(live: Live, drafting: Sequence[Live], nodes: int) -> str:
     if live.sequence.remaining_tokens <= 1:
         return "last_token"
     return "drafter_lost" if draft.is_lost else "paused"
-
-
-def path_probabilities(
-    drafts: DraftResult,
-    row: int,
-    ids: Sequence[int],
-    parents: Sequence[int],
-    depths: Sequence[int],
-) -> list[float]:
-    """The drafter's probability of each node's path: what the tree builder ordered the nodes by.
-
-    Args:
-        drafts: the candidates of all drafting sequences.
-        row: the sequence's row in it.
-        ids: tokens of nodes 1 and up.
-        parents: their parents, by node index, 0 the root.
-        depths: their depths, 1 and up.
-    """
-    candidates = drafts.top_ids[row].tolist()
-    marginals = drafts.top_log_probs[row].tolist()
-    edges = drafts.edge_log_probs[row].tolist() if drafts.edge_log_probs.numel() else None
-    ranks, log_probs = [0], [0.0]
-    for token, parent, depth in zip(ids, parents, depths, strict=True):
-        rank = candidates[depth - 1].index(token)
-        step = marginals[depth - 1][rank] if edges is None else edges[depth - 1][ranks[parent]][rank]
-        ranks.append(rank)
-        log_probs.append(log_probs[parent] + step)
-    return [exp(each) for each in log_probs[1:]]
 
 
 def follow(nodes: Mapping[str, Sequence[int]], accepted: Sequence[int]) -> list[int]:

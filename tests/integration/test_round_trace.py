@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,12 @@ import torch
 
 from ddtree.live import DraftContext, Live
 from ddtree.params import DraftMode, GenerationParams
-from ddtree.round_trace import SequenceTrace, follow, note_round, path_probabilities
+from ddtree.promise import Promise
+from ddtree.round_trace import SequenceTrace, follow, note_round
 from ddtree.sampling_spec import Grammar, SamplingSpec
 from ddtree.sequence import Sequence
 from ddtree.text import TextCodec
-from ddtree.types import AUTO_BUDGET, DraftResult
+from ddtree.types import AUTO_BUDGET, TreeBatch, TreeRequest
 from tests.fakes.collecting_sink import CollectingSink
 from tests.fakes.ngram_drafter import NgramDrafter
 from tests.fakes.pipeline import make_oracle, make_verifier, running_engine
@@ -169,16 +171,17 @@ def test_a_paths_probability_is_the_product_along_it() -> None:
     #      10 ── 11      position 1: 0.5, 0.25
     #      |     |
     #      20    21      position 2: 0.8, 0.1
-    ids, parents, depths = [10, 20, 11, 21], [0, 1, 0, 3], [1, 2, 1, 2]
+    nodes = ([10, 20, 11, 21], [0, 1, 0, 3], [1, 2, 1, 2])
+    # The second of two sequences; the first has no tree.
+    trees = TreeBatch(*(torch.tensor([[0] * 4, row]) for row in nodes), torch.tensor([0, 4]))
     top = torch.tensor([[[0, 0], [0, 0]], [[10, 11], [20, 21]]])
     log_probs = torch.tensor([[[1.0, 1.0], [1.0, 1.0]], [[0.5, 0.25], [0.8, 0.1]]]).log()
-    status = torch.zeros(2, dtype=torch.int32)
-    found = path_probabilities(DraftResult(status, top, log_probs), 1, ids, parents, depths)
-    assert found == pytest.approx([0.5, 0.4, 0.25, 0.025])
+    request = TreeRequest(top, log_probs, trees.counts, torch.zeros(2, dtype=torch.bool), torch.zeros(0))
+    assert Promise.of(trees, request).paths[1].tolist() == pytest.approx([0.5, 0.4, 0.25, 0.025])
     # Given its parent, 21 follows 11 surely: [position][parent][child].
     edges = torch.tensor([[[0.6, 0.4], [0.6, 0.4]], [[0.7, 0.3], [0.1, 0.9]]]).log().expand(2, 2, 2, 2)
-    found = path_probabilities(DraftResult(status, top, log_probs, edges), 1, ids, parents, depths)
-    assert found == pytest.approx([0.6, 0.42, 0.4, 0.36])
+    request = replace(request, edge_log_probs=edges)
+    assert Promise.of(trees, request).paths[1].tolist() == pytest.approx([0.6, 0.42, 0.4, 0.36])
 
 
 def test_the_accepted_path_goes_through_its_own_branch() -> None:
