@@ -15,7 +15,7 @@ from typing import Any, Final
 from starlette.responses import JSONResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 
-from ddtree_client import DDTreeClientError, RequestCancelledError
+from ddtree_client import Chunk, DDTreeClientError, RequestCancelledError
 from ddtree_gateway.answers import Writer
 from ddtree_gateway.errors import ApiError, from_client
 from ddtree_gateway.generation import Generation
@@ -84,11 +84,8 @@ class GenerationResponse(Response):
     async def _events(self) -> AsyncGenerator[bytes]:
         writer: Writer | None = None
         rounds = Rounds()
-        async with aclosing(self._generation.chunks()) as chunks:
+        async with aclosing(self._chunks(rounds)) as chunks:
             async for index, chunk in chunks:
-                if chunk.finish_reason == "cancelled":
-                    raise _stopped()
-                rounds.add(index, chunk)
                 bodies = []
                 if writer is None:
                     writer = self._writer()
@@ -104,13 +101,20 @@ class GenerationResponse(Response):
 
     async def _whole(self) -> AsyncGenerator[bytes]:
         rounds = Rounds()
+        async with aclosing(self._chunks(rounds)) as chunks:
+            async for _ in chunks:
+                pass
+        body = self._writer().whole(self._generation.results)
+        yield json.dumps({**body, **self._numbers(rounds)}).encode()
+
+    async def _chunks(self, rounds: Rounds) -> AsyncGenerator[tuple[int, Chunk]]:
+        """The generation's chunks, counted; one that the server cut is an error."""
         async with aclosing(self._generation.chunks()) as chunks:
             async for index, chunk in chunks:
                 if chunk.finish_reason == "cancelled":
                     raise _stopped()
                 rounds.add(index, chunk)
-        body = self._writer().whole(self._generation.results)
-        yield json.dumps({**body, **self._numbers(rounds)}).encode()
+                yield index, chunk
 
     def _writer(self) -> Writer:
         order = self._order
