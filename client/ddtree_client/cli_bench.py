@@ -6,12 +6,12 @@ Reads prompts and prints; the measuring is in `bench`.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 from rich import box
@@ -31,6 +31,7 @@ from ddtree_client.cli_options import (
 )
 from ddtree_client.client import Client
 
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 BUILT_IN_PROMPTS = (
     "A shop sells pencils at 12 cents each and pens at 45 cents each. What do 8 pencils and 6 pens cost?",
     "Write a Python function that returns the second largest number in a list, with a docstring.",
@@ -76,6 +77,34 @@ def variants(draft_modes: Sequence[str], tree_budgets: Sequence[int]) -> tuple[V
     return tuple(dict.fromkeys(found))
 
 
+def workload_options(function: _Function) -> _Function:
+    """Adds what is asked in a measurement: the prompts, and the options of every request."""
+    for option in reversed(
+        (
+            click.option(
+                "--prompts", "prompts_file", type=click.Path(exists=True, dir_okay=False, path_type=Path),
+                help='JSONL with "turns"[0], "prompt" or a plain string per line.  [default: six built in]',
+            ),
+            click.option(
+                "--chat/--raw", "as_chat", default=True, show_default=True,
+                help="Send prompts through the model's chat template, or as texts to continue.",
+            ),
+            click.option("--max-tokens", type=int, default=96, show_default=True),
+            click.option("--temperature", type=float, help="Absent or 0: greedy."),
+            click.option("--seed", type=int),
+            click.option("--ignore-eos", is_flag=True, help="Generate --max-tokens tokens in any case."),
+        )
+    ):  # fmt: skip
+        function = option(function)
+    return function
+
+
+def prompts_of(prompts_file: Path | None, *, as_chat: bool) -> list[dict[str, Any]]:
+    """The prompts that `workload_options` name, as arguments of the client."""
+    texts = BUILT_IN_PROMPTS if prompts_file is None else read_prompts(prompts_file)
+    return [prompt_arguments(text, raw=not as_chat) for text in texts]
+
+
 @click.command(cls=Command)
 @click.option(
     "--draft-mode",
@@ -103,22 +132,6 @@ def variants(draft_modes: Sequence[str], tree_budgets: Sequence[int]) -> tuple[V
     help="Requests under way at a time.",
 )
 @click.option(
-    "--prompts",
-    "prompts_file",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help='JSONL with "turns"[0], "prompt" or a plain string per line.  [default: six built in]',
-)
-@click.option(
-    "--chat/--raw",
-    "as_chat",
-    default=True,
-    show_default=True,
-    help="Send prompts through the model's chat template, or as texts to continue.",
-)
-@click.option("--max-tokens", type=int, default=96, show_default=True)
-@click.option("--temperature", type=float, help="Absent or 0: greedy.")
-@click.option("--seed", type=int)
-@click.option(
     "--metrics-port",
     type=click.IntRange(1, 65535),
     help="Serve Prometheus numbers of the requests at http://METRICS_ADDRESS:PORT/metrics meanwhile.",
@@ -126,7 +139,7 @@ def variants(draft_modes: Sequence[str], tree_budgets: Sequence[int]) -> tuple[V
 @click.option(
     "--metrics-address", default="127.0.0.1", show_default=True, help="Where --metrics-port listens."
 )
-@click.option("--ignore-eos", is_flag=True, help="Generate --max-tokens tokens in any case.")
+@workload_options
 @connection_options
 def bench(
     *,
@@ -142,8 +155,7 @@ def bench(
     **values: Any,
 ) -> None:
     """Compare draft modes on a running server."""
-    texts = BUILT_IN_PROMPTS if prompts_file is None else read_prompts(prompts_file)
-    prompts = [prompt_arguments(text, raw=not as_chat) for text in texts]
+    prompts = prompts_of(prompts_file, as_chat=as_chat)
     plan = Plan(prompts, given_options(values), requests=requests, concurrency=concurrency)
     with _watched(metrics_port, metrics_address) as watch, open_client(values) as client:
         reports = _measure_all(client, variants(draft_modes, tree_budgets), plan, watch)

@@ -18,14 +18,13 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from rich.table import Table
 
 from ddtree_client.bench import Variant
-from ddtree_client.cli_bench import BUILT_IN_PROMPTS, read_prompts, variants
+from ddtree_client.cli_bench import prompts_of, variants, workload_options
 from ddtree_client.cli_options import (
     DRAFT_MODES,
     Command,
     connection_options,
     given_options,
     open_client,
-    prompt_arguments,
     tree_budget,
 )
 from ddtree_client.client import Client
@@ -68,22 +67,11 @@ _AUTO = -1
     help="Least requests per setting and pass; never fewer than are under way at a time.",
 )  # fmt: skip
 @click.option(
-    "--prompts", "prompts_file", type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help='Your own: JSONL with "turns"[0], "prompt" or a plain string per line.  [default: six built in]',
-)  # fmt: skip
-@click.option(
-    "--chat/--raw", "as_chat", default=True, show_default=True,
-    help="Send prompts through the model's chat template, or as texts to continue.",
-)  # fmt: skip
-@click.option("--max-tokens", type=int, default=96, show_default=True)
-@click.option("--temperature", type=float, help="Absent or 0: greedy.")
-@click.option("--seed", type=int)
-@click.option("--ignore-eos", is_flag=True, help="Generate --max-tokens tokens in any case.")
-@click.option(
     "--out", type=click.Path(path_type=Path), default=Path("ddtree-tune"), show_default=True,
     help="Where the numbers go: OUT.json, and the picture: OUT.png.",
 )  # fmt: skip
 @click.option("--picture/--no-picture", default=True, show_default=True, help="Draw OUT.png (matplotlib).")
+@workload_options
 @connection_options
 def tune(
     *,
@@ -104,9 +92,7 @@ def tune(
         raise click.UsageError(
             "the picture needs matplotlib: install ddtree-client[tune], or say --no-picture"
         )
-    texts = BUILT_IN_PROMPTS if prompts_file is None else read_prompts(prompts_file)
-    prompts = [prompt_arguments(text, raw=not as_chat) for text in texts]
-    workload = Workload(prompts, given_options(values), requests)
+    workload = Workload(prompts_of(prompts_file, as_chat=as_chat), given_options(values), requests)
     with open_client(values) as client:
         tuning = _measure(
             client, variants(draft_modes, tree_budgets), sorted(set(concurrencies)), workload, minutes
