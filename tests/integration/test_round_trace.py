@@ -173,7 +173,8 @@ def test_a_paths_probability_is_the_product_along_it() -> None:
     #      20    21      position 2: 0.8, 0.1
     nodes = ([10, 20, 11, 21], [0, 1, 0, 3], [1, 2, 1, 2])
     # The second of two sequences; the first has no tree.
-    trees = TreeBatch(*(torch.tensor([[0] * 4, row]) for row in nodes), torch.tensor([0, 4]))
+    tokens, parents, depths = (torch.tensor([[0] * 4, row]) for row in nodes)
+    trees = TreeBatch(tokens, parents, depths, torch.tensor([0, 4]))
     top = torch.tensor([[[0, 0], [0, 0]], [[10, 11], [20, 21]]])
     log_probs = torch.tensor([[[1.0, 1.0], [1.0, 1.0]], [[0.5, 0.25], [0.8, 0.1]]]).log()
     request = TreeRequest(top, log_probs, trees.counts, torch.zeros(2, dtype=torch.bool), torch.zeros(0))
