@@ -103,10 +103,10 @@ class OracleDrafter:
         draw = self._random.random()
         if draw >= self.noise:
             rank = 0
-        elif draw < self.noise / 3:
+        elif draw < self.noise / 3 or width == 1:  # one candidate has no place further down
             return row + ([true] if len(row) < width else [])
         else:
-            rank = self._random.randrange(width)
+            rank = self._random.randrange(1, width)
         if len(row) < width:
             return [*row[:rank], true, *row[rank:]]
         row[rank] = true
