@@ -20,8 +20,9 @@ ROOT = Path(__file__).resolve().parents[1]
 # Before anything imports torch, and inherited by the servers: on small models several OpenMP threads are four
 # to eight times slower than one when anything else runs, as another server of the same session does.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Read when Triton's language is first imported: kernels run in its interpreter, on the CPU.
-os.environ.setdefault("TRITON_INTERPRET", "1")
+# Read when Triton's language is first imported: without a GPU, kernels run in its interpreter, on the CPU.
+if not Path("/dev/nvidia0").exists():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 # A shell's background job ignores Ctrl-C, and so would every program that a test starts and then interrupts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
