@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch.nn import functional
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface
 
 from ddtree.attention.plan import StepPlan
 
@@ -28,14 +28,13 @@ class UnsupportedAttention(Exception):
 
 
 def register() -> str:
-    """Make the attention known to transformers and give the name to load a target with."""
+    """Make the attention known to transformers and give the name to load a target with.
+
+    No mask function goes with it: then transformers builds none (the step plan has it), and does not look at
+    the positions either, which on a GPU would wait for the device.
+    """
     AttentionInterface.register(ATTENTION_NAME, tree_attention)
-    AttentionMaskInterface.register(ATTENTION_NAME, _no_mask)
     return ATTENTION_NAME
-
-
-def _no_mask(*_: Any, **__: Any) -> None:
-    """Transformers need not build a mask: the step plan has it."""
 
 
 def tree_attention(
@@ -59,7 +58,7 @@ def tree_attention(
         query: turned queries of all rows.
         key: turned keys of all rows.
         value: values of all rows.
-        attention_mask: always None, see `_no_mask`.
+        attention_mask: always None, see `register`.
         ddtree_plan: which rows belong together and who sees whom.
         scaling: factor on the scores; None: one over the root of the head size.
         sliding_window: positions a row sees, itself included; None: all.
