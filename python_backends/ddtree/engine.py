@@ -13,27 +13,24 @@ import time
 from collections.abc import Awaitable, Callable
 from collections.abc import Sequence as Batch
 
-import torch
-
 from ddtree import events
 from ddtree.departures import Departures, as_ours
 from ddtree.detokenize import Decoder
 from ddtree.drafting import DraftingLoop
-from ddtree.errors import Cancelled, DDTreeError, InvalidArgument, Unavailable
+from ddtree.errors import Cancelled, DDTreeError
 from ddtree.limits import Limits
 from ddtree.live import DraftContext, Live, Sink
-from ddtree.log_probs import read
 from ddtree.params import GenerationParams
 from ddtree.planner import RoundPlanner
 from ddtree.round_cost import FinishedRound
 from ddtree.round_trace import Verified, note_round
 from ddtree.scheduler import Scheduler
 from ddtree.sequence import Sequence, SequenceState
-from ddtree.stages.base import TARGET_VERIFIER, Stages
-from ddtree.types import Status, VerifyResult
+from ddtree.stages.base import Stages
+from ddtree.types import VerifyResult
+from ddtree.verdicts import Verdicts
 
 _LOG = logging.getLogger(__name__)
-_MAX_RECOVERIES = 3
 
 
 class Engine:
@@ -62,6 +59,7 @@ class Engine:
         self._work = asyncio.Event()
         self._loop_task: asyncio.Task[None] | None = None
         self._departures = Departures(scheduler, stages, observe)
+        self._verdicts = Verdicts(scheduler, self._departures, observe)
         self._next_session = secrets.randbits(62)
 
     async def start(self) -> None:
@@ -187,7 +185,7 @@ class Engine:
         ]
         features = result.features.split(counts)
         for index, ((live, _), count) in enumerate(zip(batch, counts, strict=True)):
-            if not self._is_held(live, int(result.status[index])):
+            if not self._verdicts.is_held(live, int(result.status[index])):
                 continue
             if reused[index]:
                 live.committed += reused[index]
@@ -198,7 +196,9 @@ class Engine:
             if live.committed == live.to_commit:
                 live.sequence.state = SequenceState.DECODING
                 if not live.sequence.output_ids:  # a reopened sequence knows its root token already
-                    self._append(live, [int(result.next_tokens[index])], None, result.log_probs[index])
+                    self._verdicts.append(
+                        live, [int(result.next_tokens[index])], None, result.log_probs[index]
+                    )
         lives = [live for live, _ in batch]
         self._observe(events.Prefilled(lives, started_s, time.perf_counter() - started_s))
         # An unfinished prompt's context goes to the drafter at once: no message grows with the prompt.
@@ -239,7 +239,7 @@ class Engine:
         emitted = start = 0
         nodes = verdict.node_counts.tolist()
         for index, live in enumerate(batch):
-            if not self._is_held(live, int(verdict.status[index])):
+            if not self._verdicts.is_held(live, int(verdict.status[index])):
                 continue
             count = int(verdict.accepted_counts[index])
             accepted = verdict.accepted_tokens[index, :count].tolist()
@@ -248,48 +248,7 @@ class Engine:
             live.committed += count + 1
             live.recoveries = 0
             tokens = [*accepted, int(verdict.bonus_tokens[index])]
-            emitted += self._append(live, tokens, nodes[index], verdict.log_probs[index, : count + 1])
+            emitted += self._verdicts.append(
+                live, tokens, nodes[index], verdict.log_probs[index, : count + 1]
+            )
         return emitted
-
-    def _is_held(self, live: Live, status: int) -> bool:
-        """Whether the verifier has the sequence's session; if not, the sequence starts again or ends."""
-        if status == Status.OK:
-            return True
-        try:
-            if status == Status.POOL_FULL:
-                self._scheduler.postpone(live, others_ended=self._departures.hold_pages)
-                self._observe(events.Preempted(live))
-            elif status == Status.GRAMMAR_FAILED:
-                raise InvalidArgument("the grammar became too complex to follow; bound its repetitions")
-            elif status == Status.SAMPLER_FAILED:
-                raise Unavailable("the next token could not be chosen; the log of target_verifier says why")
-            elif status == Status.UNSUPPORTED:
-                raise InvalidArgument(
-                    "penalties, logit_bias, bad_words, min_p, min_tokens, log-probs and grammars need the "
-                    "tree verifier, which does not run with the installed TensorRT-LLM; leave them out"
-                )
-            elif live.recoveries == _MAX_RECOVERIES:
-                raise Unavailable(
-                    f"the verifier lost the session {_MAX_RECOVERIES + 1} times in a row; "
-                    f"{self._scheduler.retry_hint()}"
-                )
-            else:
-                _LOG.warning("a session was lost by the verifier, opening it again", extra=live.log_fields)
-                live.reopen()
-                self._observe(events.SessionLost(live, TARGET_VERIFIER))
-        except DDTreeError as error:
-            self._departures.fail([live], error)
-        return False
-
-    def _append(
-        self, live: Live, tokens: list[int], draft_tokens: int | None, log_probs: torch.Tensor
-    ) -> int:
-        """Add a round's tokens and what is known of them, `[tokens or 0, width]`; gives how many it kept."""
-        try:
-            entries = read(log_probs, live.sequence.params.sampling)
-            delta = live.sequence.append(tokens, draft_tokens, entries)
-        except Exception as error:  # noqa: BLE001 - one sequence's text must not touch the others
-            self._departures.fail_one(live, error)
-            return 0
-        self._departures.emit(live, delta)
-        return len(delta.token_ids)
