@@ -13,15 +13,19 @@ import time
 from collections.abc import Awaitable, Callable
 from collections.abc import Sequence as Batch
 
+import torch
+
 from ddtree import events
 from ddtree.departures import Departures, as_ours
 from ddtree.detokenize import Decoder
+from ddtree.device.messages import RoundResult
 from ddtree.drafting import DraftingLoop
 from ddtree.errors import Cancelled, DDTreeError
 from ddtree.limits import Limits
 from ddtree.live import DraftContext, Live, Sink
 from ddtree.params import GenerationParams
 from ddtree.planner import RoundPlanner
+from ddtree.resident import ResidentRounds
 from ddtree.round_cost import FinishedRound
 from ddtree.round_trace import Verified, note_round
 from ddtree.scheduler import Scheduler
@@ -31,6 +35,7 @@ from ddtree.types import VerifyResult
 from ddtree.verdicts import Verdicts
 
 _LOG = logging.getLogger(__name__)
+_NOTHING_KNOWN = torch.zeros((0, 0))  # of the log-probabilities of a round's tokens
 
 
 class Engine:
@@ -56,6 +61,7 @@ class Engine:
         self._timer = timer  # of rounds
         self._planner: RoundPlanner | None = None
         self._drafting: DraftingLoop | None = None
+        self._resident: ResidentRounds | None = None
         self._work = asyncio.Event()
         self._loop_task: asyncio.Task[None] | None = None
         self._departures = Departures(scheduler, stages, observe)
@@ -76,6 +82,8 @@ class Engine:
         self._drafting = DraftingLoop(
             self._stages, self._planner, feed_chunk=self._feed_chunk, observe=self._observe
         )
+        if info.rounds is not None:
+            self._resident = ResidentRounds(info.rounds, self._planner, self._timer)
         if self._loop_task is None:
             self._loop_task = asyncio.get_running_loop().create_task(self._run(), name="ddtree-engine")
 
@@ -205,6 +213,10 @@ class Engine:
         await self._drafts.feed([live for live in lives if live.sequence.state is SequenceState.PREFILLING])
 
     async def _round(self, batch: Batch[Live]) -> None:
+        if self._resident is not None and self._resident.takes(batch):
+            await self._drafts.bring_up(batch)
+            await self._resident_round(self._resident, batch)
+            return
         watch = events.StopWatch(self._timer)
         drafting, drafts = await self._drafts.draft(batch)
         watch.lap("draft")
@@ -214,7 +226,7 @@ class Engine:
         watch.lap("verify")
         note_round(batch, Verified(drafting, self._drafts.promise, trees, verdict, watch.ms))
         self._drafts.learn(verdict)
-        emitted = self._commit(batch, verdict)
+        emitted = self._commit(batch, verdict, verdict.features)
         watch.lap("commit")
         nodes = int(verdict.node_counts.sum())
         cost = self._plan.cost
@@ -234,8 +246,26 @@ class Engine:
         )
         self._observe(events.RoundDone(batch, drafting, verdict.node_counts.tolist(), record))
 
-    def _commit(self, batch: Batch[Live], verdict: VerifyResult) -> int:
-        """Append what was accepted to each sequence; gives how many tokens were emitted."""
+    async def _resident_round(self, resident: ResidentRounds, batch: Batch[Live]) -> None:
+        watch = events.StopWatch(self._timer)
+        done = await resident.run(batch)
+        watch.lap("verify")
+        emitted = self._commit(batch, done.result, None)
+        watch.lap("commit")
+        nodes = done.result.node_counts.tolist()
+        plain_ms = resident.choice.plain_ms(len(batch)) + watch.ms["commit"]
+        stage_ms = {**done.stage_ms(watch.ms["verify"]), "commit": watch.ms["commit"]}
+        record = events.RoundRecord(len(batch), sum(nodes), emitted, 0.0, plain_ms, stage_ms, watch.started_s)
+        self._observe(events.RoundDone(batch, done.drafting, nodes, record))
+
+    def _commit(
+        self, batch: Batch[Live], verdict: VerifyResult | RoundResult, features: torch.Tensor | None
+    ) -> int:
+        """Append what was accepted to each sequence; gives how many tokens were emitted.
+
+        The drafter is owed the features of what was committed, `[sum of path + 1, H]`; without any it has
+        them already.
+        """
         emitted = start = 0
         nodes = verdict.node_counts.tolist()
         for index, live in enumerate(batch):
@@ -243,12 +273,12 @@ class Engine:
                 continue
             count = int(verdict.accepted_counts[index])
             accepted = verdict.accepted_tokens[index, :count].tolist()
-            live.draft.owe([live.sequence.root_token, *accepted], verdict.features[start : start + count + 1])
-            start += count + 1
+            if features is not None:
+                live.draft.owe([live.sequence.root_token, *accepted], features[start : start + count + 1])
+                start += count + 1
             live.committed += count + 1
             live.recoveries = 0
             tokens = [*accepted, int(verdict.bonus_tokens[index])]
-            emitted += self._verdicts.append(
-                live, tokens, nodes[index], verdict.log_probs[index, : count + 1]
-            )
+            known = _NOTHING_KNOWN if isinstance(verdict, RoundResult) else verdict.log_probs[index]
+            emitted += self._verdicts.append(live, tokens, nodes[index], known[: count + 1])
         return emitted

@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from ddtree.budget import CostCurve
+from ddtree.device.messages import RoundRequest
 from ddtree.errors import ConfigError
 from ddtree.limits import Limits
 from ddtree.live import Live
@@ -170,6 +171,20 @@ class RoundPlanner:
             sessions=_sessions(batch, lambda live: live.sequence.epoch, lambda live: live.committed),
             root_tokens=_ints([live.sequence.root_token for live in batch]),
             trees=trees,
+        )
+
+    def resident(
+        self, batch: Sequence[Live], budgets: Sequence[int], epochs: Sequence[int], nodes: int
+    ) -> RoundRequest:
+        """Do a whole round: trees of at most `budgets` nodes, drafters by `epochs`, in a size of `nodes`."""
+        return RoundRequest(
+            sessions=_sessions(batch, lambda live: live.sequence.epoch, lambda live: live.committed),
+            draft_epochs=_ints(epochs),
+            root_tokens=_ints([live.sequence.root_token for live in batch]),
+            budgets=_ints(budgets),
+            depths=_ints([self._depth(live) for live in batch]),
+            is_chain=torch.tensor([live.sequence.params.draft_mode == "chain" for live in batch]),
+            nodes=nodes,
         )
 
     @staticmethod

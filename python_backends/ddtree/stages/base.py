@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from ddtree.device.messages import RoundRequest, RoundResult, RoundSizes
 from ddtree.errors import ConfigError
 from ddtree.types import (
     DrafterInfo,
@@ -26,6 +27,19 @@ from ddtree.types import (
 DRAFTER, TREE_BUILDER, TARGET_VERIFIER = "drafter", "tree_builder", "target_verifier"
 
 
+class WholeRounds(Protocol):
+    """Rounds in one call, of stages that share a device."""
+
+    @property
+    def sizes(self) -> RoundSizes:
+        """What is prepared, and what it takes."""
+        ...
+
+    async def round(self, request: RoundRequest) -> RoundResult:
+        """Draft, build trees, verify and commit."""
+        ...
+
+
 @dataclass(frozen=True)
 class StageInfo:
     """What the loaded stages are; checked to fit each other where it is built.
@@ -36,6 +50,7 @@ class StageInfo:
 
     verifier: VerifierInfo
     drafter: DrafterInfo
+    rounds: WholeRounds | None = None  # where the stages can do a round in one call
 
     def __post_init__(self) -> None:
         if self.verifier.draft_hash != self.drafter.draft_hash:

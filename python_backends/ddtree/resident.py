@@ -1,0 +1,207 @@
+"""Rounds that stay on the device: one call of the stages instead of draft, build tree, verify and commit.
+
+For a batch in which every sequence takes the target's most probable token; others go the general way, round
+by round, on the same sessions. How many nodes a tree gets is decided before the round, since nothing of it
+is seen on the host in between: by what the last trees of each sequence promised, corrected by what became of
+them, and by what a round of each prepared size takes. This module knows no device.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ddtree.device.messages import NO_DRAFTER, RoundResult, RoundSizes
+from ddtree.live import Live
+from ddtree.planner import RoundPlanner
+from ddtree.stages.base import WholeRounds
+from ddtree.types import Status
+
+_WEIGHT = 0.2  # of the newest tree in what is expected of the next
+_TRY_EVERY = 32  # plain rounds, after which one drafts: nothing else tells what drafts give by now
+_COST_WEIGHT = 0.1  # of the newest round in what rounds of its size take
+_BEYOND = 0.7  # of what the last doubling of a tree brought, expected of the next
+_INERTIA = 8.0  # accepted tokens that count as nothing unusual
+
+
+@dataclass
+class Forecast:
+    """What trees of one sequence are expected to give, by their size."""
+
+    tokens: NDArray[np.float64] | None = None  # [sizes] draft tokens accepted with so many nodes
+    trust: float = 1.0  # accepted over promised
+
+    def learn(self, promised: NDArray[np.float64], accepted: int, at: float) -> None:
+        """Take what a tree promised by size, and what was accepted where `at` was promised."""
+        surprise = accepted - self.trust * at
+        self.trust *= float(np.exp(_WEIGHT * surprise / (self.trust * at + _INERTIA)))
+        self.trust = min(4.0, max(0.25, self.trust))
+        self.tokens = promised if self.tokens is None else self.tokens + _WEIGHT * (promised - self.tokens)
+
+
+@dataclass
+class RoundChoice:
+    """Which size of trees gives the most tokens per millisecond, by what rounds take."""
+
+    sizes: RoundSizes
+    forecasts: dict[int, Forecast] = field(default_factory=dict)  # by session
+    typical: Forecast = field(default_factory=Forecast)  # of a sequence that has not drafted yet
+    host_ms: float = 0.0  # of a round, beside what the device takes
+    plain_rounds: int = 0  # since the last one with drafts
+
+    def nodes(self, open_sessions: Sequence[int], fixed: int, sequences: int, most_nodes: int) -> int:
+        """Nodes for every sequence that leaves its budget open; the round must hold `fixed` anyway."""
+        best, best_rate = 0, 0.0
+        for nodes in self.sizes.nodes:
+            size = self.sizes.nodes_for(sequences, max(nodes, fixed))
+            if size is None or (nodes > most_nodes and nodes > 0):
+                break
+            ms = self.sizes.ms[(self._places(sequences), size)] + self.host_ms
+            rate = (sequences + sum(self._expected(session, nodes) for session in open_sessions)) / ms
+            if rate > best_rate:
+                best, best_rate = nodes, rate
+        self.plain_rounds = 0 if best or fixed else self.plain_rounds + 1
+        if self.plain_rounds > _TRY_EVERY:
+            self.plain_rounds = 0
+            best = next((n for n in self.sizes.nodes if 0 < n <= most_nodes), 0)
+        return best
+
+    def learn(self, session: int, log_probs: NDArray[np.float32], accepted: int) -> None:
+        """Take the path log-probabilities of a tree's nodes, best first, and what was accepted of it."""
+        sums = np.concatenate([[0.0], np.cumsum(np.exp(log_probs.astype(np.float64)))])
+        known = [nodes for nodes in self.sizes.nodes if nodes < len(sums)]
+        promised = np.empty(len(self.sizes.nodes))
+        promised[: len(known)] = sums[known]
+        for place in range(len(known), len(promised)):
+            gained = promised[place - 1] - promised[place - 2] if place > 1 else 0.0
+            promised[place] = promised[place - 1] + _BEYOND * gained
+        forecast = self.forecasts.setdefault(session, Forecast(trust=self.typical.trust))
+        forecast.learn(promised, accepted, float(sums[-1]))
+        self.typical.learn(promised, accepted, float(sums[-1]))
+
+    def observe(self, sequences: int, nodes: int, device_ms: float, wall_ms: float) -> None:
+        """Note what a round took on the device, and in all."""
+        key = (self._places(sequences), nodes)
+        self.sizes.ms[key] += _COST_WEIGHT * (device_ms - self.sizes.ms[key])
+        self.host_ms += _COST_WEIGHT * (max(0.0, wall_ms - device_ms) - self.host_ms)
+
+    def plain_ms(self, sequences: int) -> float:
+        """What a round without drafts takes."""
+        return self.sizes.ms[(self._places(sequences), 0)] + self.host_ms
+
+    def forget(self, sessions: set[int]) -> None:
+        """Keep what is known of these sessions only."""
+        if len(self.forecasts) > 2 * len(sessions) + 64:
+            self.forecasts = {s: f for s, f in self.forecasts.items() if s in sessions}
+
+    def _places(self, sequences: int) -> int:
+        places = self.sizes.places_for(sequences)
+        assert places is not None, "the batch was looked at before"
+        return places
+
+    def _expected(self, session: int, nodes: int) -> float:
+        forecast = self.forecasts.get(session, self.typical)
+        if forecast.tokens is None:  # nothing was ever drafted: take the drafter at its best
+            return 0.0 if not nodes else 1.0 + float(np.log2(nodes))
+        return forecast.trust * float(forecast.tokens[self.sizes.nodes.index(nodes)])
+
+
+@dataclass(frozen=True)
+class ResidentRound:
+    """A finished round and who drafted in it."""
+
+    result: RoundResult
+    drafting: list[Live]
+    nodes: int  # of the prepared size
+
+    def stage_ms(self, wall_ms: float) -> dict[str, float]:
+        """Milliseconds by stage; what the host took beside the device counts as verifying."""
+        device = self.result.stage_ms
+        return {**device, "verify": device["verify"] + max(0.0, wall_ms - sum(device.values()))}
+
+
+class ResidentRounds:
+    """Plans rounds for stages that do them in one call."""
+
+    def __init__(
+        self,
+        rounds: WholeRounds,
+        planner: RoundPlanner,
+        timer: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._rounds = rounds
+        self._planner = planner
+        self._timer = timer
+        self.choice = RoundChoice(rounds.sizes)
+
+    def takes(self, batch: Sequence[Live]) -> bool:
+        """Whether a round of these sequences can stay on the device."""
+        budget = max(0 if live.is_budget_open else live.node_cap for live in batch)
+        is_prepared = self.choice.sizes.nodes_for(len(batch), budget) is not None
+        return is_prepared and all(not live.settings and live.sink.trace is None for live in batch)
+
+    async def run(self, batch: Sequence[Live]) -> ResidentRound:
+        """Do one round. A drafter that was in step with its verifier is so after it; others draft nothing."""
+        started = self._timer()
+        drafters = [live.draft.is_ready and live.draft.length == live.committed for live in batch]
+        budgets, nodes = self._budgets(batch, drafters)
+        epochs = [
+            live.draft.epoch if has_drafter else NO_DRAFTER
+            for live, has_drafter in zip(batch, drafters, strict=True)
+        ]
+        result = await self._rounds.round(self._planner.resident(batch, budgets, epochs, nodes))
+        is_held = (result.status == Status.OK).tolist()
+        accepted, counts = result.accepted_counts.tolist(), result.node_counts.tolist()
+        log_probs = result.path_log_probs.numpy()
+        for index, live in enumerate(batch):
+            if not is_held[index]:
+                continue
+            if counts[index]:
+                session = live.sequence.session_id
+                self.choice.learn(session, log_probs[index, : counts[index]], accepted[index])
+            if int(result.draft_status[index]) != Status.OK:
+                live.draft.lose()
+            else:
+                self._follow(live, drafters[index], accepted[index] + 1)
+        wall_ms = (self._timer() - started) * 1e3
+        self.choice.observe(len(batch), nodes, sum(result.stage_ms.values()), wall_ms)
+        self.choice.forget({live.sequence.session_id for live in batch})
+        drafting = [live for live, budget in zip(batch, budgets, strict=True) if budget]
+        return ResidentRound(result, drafting, nodes)
+
+    def _budgets(self, batch: Sequence[Live], drafters: Sequence[bool]) -> tuple[list[int], int]:
+        """Nodes for each sequence, and the prepared size that holds them."""
+        able = [
+            has_drafter and live.sequence.remaining_tokens > 1
+            for live, has_drafter in zip(batch, drafters, strict=True)
+        ]
+        free = [live for live, is_able in zip(batch, able, strict=True) if is_able and live.is_budget_open]
+        budgets = [
+            live.node_cap if is_able and not live.is_budget_open else 0
+            for live, is_able in zip(batch, able, strict=True)
+        ]
+        if free:
+            sessions = [live.sequence.session_id for live in free]
+            most = min(live.node_cap for live in free)
+            chosen = self.choice.nodes(sessions, max(budgets), len(batch), most)
+            free_ids = {id(live) for live in free}
+            budgets = [
+                chosen if id(live) in free_ids else budget
+                for live, budget in zip(batch, budgets, strict=True)
+            ]
+        nodes = self.choice.sizes.nodes_for(len(batch), max(budgets))
+        assert nodes is not None, "`takes` looked at the fixed budgets, and a chosen one is a size"
+        return budgets, nodes
+
+    @staticmethod
+    def _follow(live: Live, has_drafter: bool, count: int) -> None:
+        """Note what the drafter has now that `count` tokens more are committed."""
+        if has_drafter:
+            live.draft.length += count
+            live.draft.drafts += 1
+        elif live.draft.is_wanted and not live.draft.is_lost:
+            live.draft.behind_until = live.committed + count
