@@ -81,8 +81,22 @@ def resolve_dtype(name: str, config: PretrainedConfig) -> torch.dtype:
     return getattr(torch, chosen) if isinstance(chosen, str) else chosen
 
 
-def load_target(folder: Path, *, dtype: torch.dtype, device: torch.device, attention: str) -> PreTrainedModel:
+def load_target(
+    folder: Path,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    attention: str,
+    options: Mapping[str, Any] | None = None,
+) -> PreTrainedModel:
     """Load a causal LM with its attention replaced by the registered one named `attention`.
+
+    Args:
+        folder: the checkpoint.
+        dtype: of weights and activations.
+        device: where it is put.
+        attention: name of the registered attention.
+        options: more arguments of transformers' `from_pretrained`, as those that divide the model.
 
     Raises:
         CheckpointError: files are missing, truncated, or tensors are missing from them.
@@ -97,6 +111,7 @@ def load_target(folder: Path, *, dtype: torch.dtype, device: torch.device, atten
             local_files_only=True,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # they are reported below, by name; transformers only says that
+            **(options or {}),
         )
     except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
         reason = " ".join(str(error).split())[:400]
