@@ -15,6 +15,9 @@ from ddtree.models.packed import can_pack, pack, packed_linear
 from ddtree.models.pairing import pair_checks, refuse_failures
 from ddtree.models.probe import check_trees_work
 from ddtree.models.target import Target, TargetModel
+from ddtree.parallel.division import check_division
+from ddtree.parallel.group import WorkerGroup
+from ddtree.parallel.target import ParallelTarget
 from ddtree.recurrent.state_pool import StateBudget
 from ddtree.stages.in_process import InProcessStages
 from ddtree.text import TextCodec
@@ -45,14 +48,14 @@ def load_drafter(config: ServingConfig) -> Drafter:
         CheckpointError: target or draft cannot be used, or do not fit each other.
     """
     _set_threads(config)
-    draft = _open_draft(config)
-    dtype = loading.resolve_dtype(config.dtype, loading.read_target_config(config.target))
-    tables = loading.load_tables(config.target, dtype=dtype, device=loading.choose_device(config.device))
-    return build_drafter(config, draft, tables.embedding, packed_linear(tables.head))
+    return _build_apart(config, _open_draft(config))
 
 
 def load_in_process(config: ServingConfig) -> InProcessStages:
-    """Load both stages into this process; embedding and head exist once.
+    """Load both stages into this process.
+
+    Embedding and head exist once, except where the drafter has a device of its own or the target's are
+    divided.
 
     Raises:
         CheckpointError: target or draft cannot be used, or do not fit each other.
@@ -61,16 +64,35 @@ def load_in_process(config: ServingConfig) -> InProcessStages:
     def load() -> tuple[TargetVerifier, Drafter]:
         draft = _open_draft(config)
         target = _load_target(config, draft)
-        drafter = build_drafter(config, draft, target.embedding, target.head)
+        if isinstance(target, TargetModel) and _draft_device(config) == loading.place(target.device):
+            drafter = build_drafter(config, draft, target.embedding, target.head)
+        else:
+            drafter = _build_apart(config, draft)
         return build_verifier(config, draft, target), drafter
 
     return InProcessStages.build(load)
 
 
-def _load_target(config: ServingConfig, draft: DraftCheckpoint) -> TargetModel:
+def _build_apart(config: ServingConfig, draft: DraftCheckpoint) -> Drafter:
+    """Build a drafter over tables of its own, read from the target's checkpoint."""
+    dtype = loading.resolve_dtype(config.dtype, loading.read_target_config(config.target))
+    tables = loading.load_tables(config.target, dtype=dtype, device=_draft_device(config))
+    return build_drafter(config, draft, tables.embedding, packed_linear(tables.head))
+
+
+def _draft_device(config: ServingConfig) -> torch.device:
+    name = config.device if config.draft_device == "target" else config.draft_device
+    return loading.place(loading.choose_device(name))
+
+
+def _load_target(config: ServingConfig, draft: DraftCheckpoint) -> TargetModel | ParallelTarget:
     _set_threads(config)
     taps = draft.config.target_layer_ids
     device = loading.choose_device(config.device)
+    if config.tensor_parallel > 1:
+        check_division(loading.read_target_config(config.target), config.tensor_parallel)
+        group = WorkerGroup.start(config.tensor_parallel, device)
+        return ParallelTarget.load(group, config.target, dtype=config.dtype, taps=taps)
     most_rows = config.max_step_nodes + config.max_sequences
     states = StateBudget(config.state_cache_mib * _MIB, config.max_nodes, most_rows)
     target = TargetModel.load(

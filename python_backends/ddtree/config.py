@@ -51,6 +51,8 @@ class ServingConfig:
     # What runs the target. trtllm, and its own chains, trtllm_chain, have not run on the real engine yet.
     engine: str = "torch"
     device: str = "auto"  # auto: CUDA when there is one
+    draft_device: str = "target"  # target: the target's device, where embedding and head are shared
+    tensor_parallel: int = 1  # processes that share the target, on the GPUs from `device` on
     dtype: str = "auto"  # auto: what the checkpoint says
     threads: int = 0  # CPU threads of a stage; 0: all cores
     kv_cache_mib: int = 512  # bytes of the verifier's pages, projected features included
@@ -78,9 +80,14 @@ class ServingConfig:
                 f"topology must be bls with engine {self.engine}, got {self.topology}; it needs a process "
                 "of its own, so leave DDTREE_TOPOLOGY unset or set engine to torch"
             )
+        if self.engine != "torch" and self.tensor_parallel > 1:
+            raise ConfigError(
+                f"tensor_parallel must be 1 with engine {self.engine}, got {self.tensor_parallel}; that "
+                "engine divides its model itself, so leave DDTREE_TENSOR_PARALLEL unset or set engine to torch"
+            )
         for name in ("kv_cache_mib", "draft_kv_cache_mib", "state_cache_mib", "page_size", "prefill_chunk",
                      "max_sequences", "max_nodes", "max_step_nodes", "session_ttl_s",
-                     "draft_timeout_ms"):  # fmt: skip
+                     "draft_timeout_ms", "tensor_parallel"):  # fmt: skip
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
         for name in ("threads", "max_waiting", "queue_timeout_ms", "stage_recovery_s"):

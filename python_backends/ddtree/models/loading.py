@@ -40,6 +40,11 @@ def choose_device(name: str) -> torch.device:
     return torch.device(name)
 
 
+def place(device: torch.device) -> torch.device:
+    """The same device with its number, so that two can be compared: `cuda` is `cuda:0`."""
+    return torch.device(device.type, device.index or 0) if device.type == "cuda" else device
+
+
 def read_target_config(folder: Path) -> PretrainedConfig:
     """Read the target's configuration.
 

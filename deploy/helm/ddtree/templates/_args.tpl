@@ -51,6 +51,7 @@
     "ENGINE" $e.runtime
     "DTYPE" $e.dtype
     "DEVICE" (include "ddtree.device" (dict "root" . "which" "target"))
+    "TENSOR_PARALLEL" ($e.tensorParallel | int64)
     "KV_CACHE_MIB" ($e.kvCacheMiB | int64)
     "DRAFT_KV_CACHE_MIB" ($e.draftKvCacheMiB | int64)
     "STATE_CACHE_MIB" ($e.stateCacheMiB | int64)
@@ -108,7 +109,7 @@
 {{- if not (int .root.Values.gpu.count) -}}
 cpu
 {{- else if and (eq .root.Values.gpu.placement "split") (eq .which "draft") -}}
-cuda:1
+cuda:{{ .root.Values.engine.tensorParallel | int64 }}
 {{- else -}}
 cuda:0
 {{- end -}}

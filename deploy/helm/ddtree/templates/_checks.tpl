@@ -5,6 +5,13 @@
 {{- if and (ne $v.engine.runtime "torch") (eq $v.engine.topology "in_process") -}}
 {{- fail (printf "engine.runtime is %s, but with engine.topology in_process the target shares the orchestrator's process: set engine.topology to bls" $v.engine.runtime) -}}
 {{- end -}}
+{{- if and (gt (int $v.engine.tensorParallel) 1) (ne $v.engine.runtime "torch") -}}
+{{- fail (printf "engine.tensorParallel must be 1 with engine.runtime %s, got %d: the engine divides its model itself" $v.engine.runtime (int $v.engine.tensorParallel)) -}}
+{{- end -}}
+{{- $needed := add (int $v.engine.tensorParallel) (ternary 1 0 (eq $v.gpu.placement "split")) -}}
+{{- if and (gt (int $v.engine.tensorParallel) 1) (int $v.gpu.count) (lt (int $v.gpu.count) (int $needed)) -}}
+{{- fail (printf "engine.tensorParallel is %d with gpu.placement %s, which needs gpu.count of at least %d, got %d: raise it, or lower engine.tensorParallel" (int $v.engine.tensorParallel) $v.gpu.placement (int $needed) (int $v.gpu.count)) -}}
+{{- end -}}
 {{- if and (eq $v.gpu.placement "split") (lt (int $v.gpu.count) 2) -}}
 {{- fail (printf "gpu.placement is split, which needs gpu.count of at least 2, got %d: raise it, or set gpu.placement to shared" (int $v.gpu.count)) -}}
 {{- end -}}
