@@ -83,7 +83,7 @@ class ServingConfig:
         if self.engine != "torch" and self.tensor_parallel > 1:
             raise ConfigError(
                 f"tensor_parallel must be 1 with engine {self.engine}, got {self.tensor_parallel}; that "
-                "engine divides its model itself, so leave DDTREE_TENSOR_PARALLEL unset or set engine to torch"
+                "engine divides its model itself, so leave DDTREE_TENSOR_PARALLEL unset, or engine at torch"
             )
         for name in ("kv_cache_mib", "draft_kv_cache_mib", "state_cache_mib", "page_size", "prefill_chunk",
                      "max_sequences", "max_nodes", "max_step_nodes", "session_ttl_s",
