@@ -1,0 +1,1 @@
+"""`make bench-gpu`: what a round costs on one GPU, next to what its memory allows."""

@@ -1,0 +1,117 @@
+"""The result file, complete after every section, and the tables for people."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from benchmarks.gpu.figures import summarise, table
+from benchmarks.gpu.setting import found
+from benchmarks.report import write_result
+
+_SAME = ("card", "driver", "torch", "triton", "transformers")
+
+
+class Results:
+    """What has been measured; whatever is added is on disk when `add` returns."""
+
+    def __init__(self, path: Path, machine: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+        """Go on with what the file has of the same card and versions, measured in the same sizes."""
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        old = _read(path)
+        is_same = all(found(old, "machine", name) == machine.get(name) for name in _SAME)
+        is_same = is_same and found(old, "settings", "is_tiny") == settings["is_tiny"]
+        self.sections: dict[str, Any] = dict(found(old, "sections") or {}) if is_same else {}
+        self._facts = {"machine": dict(machine), "settings": dict(settings)}
+
+    @property
+    def result(self) -> dict[str, Any]:
+        """The whole file."""
+        return {
+            **self._facts,
+            "summary": summarise(self.sections),
+            "table": table(self.sections),
+            "sections": self.sections,
+        }
+
+    def add(self, section: str, facts: Mapping[str, Any]) -> None:
+        """Put a section in, in place of an older one."""
+        self.sections[section] = dict(facts)
+        write_result(self.result, self.path)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def figure_table(result: Mapping[str, Any]) -> Table:
+    """What was asked and what came out."""
+    shown = Table(title=f"{result['machine']['card']}, torch {result['machine']['torch']}")
+    shown.add_column("")
+    for column in ("measured", "must", "aim", "reached"):
+        shown.add_column(column, justify="right")
+    for row in result["table"]:
+        sign = "≥" if row["more_is_better"] else "≤"
+        value = "–" if row["value"] is None else f"{row['value']:.2f} {row['unit']}"
+        shown.add_row(
+            row["title"], value, f"{sign} {row['must']:g}", f"{sign} {row['aim']:g}", row["reached"]
+        )
+    return shown
+
+
+def stage_tables(result: Mapping[str, Any]) -> Iterator[Table]:
+    """Every row of every shape: a column for each way, and the memory's limit."""
+    for section in ("stages", "hybrid"):
+        facts = found(result, "sections", section)
+        for context in (found(facts, "contexts") or {}).values():
+            yield _stage_table(str(facts["shape"]), context)
+
+
+def _stage_table(shape: str, context: Mapping[str, Any]) -> Table:
+    ways: Mapping[str, Mapping[str, Any]] = context["ways"]
+    shown = Table(title=f"{shape}, context {context['tokens']}: ms, median (p10 – p90)")
+    shown.add_column("")
+    for title in (*ways, "memory limit"):
+        shown.add_column(title, justify="right")
+    verified = [("verify", rows) for rows in _verified(ways)]
+    rows: list[tuple[str, ...]] = [("plain",), *verified, ("draft",), ("build",), ("settle",), ("round",)]
+    for path in rows:
+        cells = [found(way, *path) for way in ways.values()]
+        if any(cells):
+            limit = found(context, "limit_ms", path[0])
+            shown.add_row(" ".join(path), *map(_cell, cells), "" if limit is None else f"{limit:.2f}")
+    return shown
+
+
+def _verified(ways: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    return sorted({rows for way in ways.values() for rows in way.get("verify", {})}, key=int)
+
+
+def _cell(timing: Mapping[str, float] | None) -> str:
+    if timing is None:
+        return "–"
+    return f"{timing['ms']:.2f} ({timing['p10']:.2f} – {timing['p90']:.2f})"
+
+
+def batch_table(result: Mapping[str, Any]) -> Table | None:
+    """Tokens per second of the demo pair in batches; None when they did not run."""
+    rows = [row for row in found(result, "sections", "demo", "batches") or [] if "tokens_per_s" in row]
+    if not rows:
+        return None
+    shown = Table(title="Demo pair in batches, tokens/s of all sequences together")
+    shown.add_column("batch", justify="right")
+    for column in ("tree", "chain", "plain", "tree / plain"):
+        shown.add_column(column, justify="right")
+    for row in rows:
+        speeds = (f"{row['tokens_per_s'][mode]:.0f}" for mode in ("tree", "chain", "off"))
+        shown.add_row(str(row["batch"]), *speeds, f"{row['tree_over_plain']:.2f}")
+    return shown
