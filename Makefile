@@ -4,7 +4,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo serve test lint bench load soak chart clean
+.PHONY: help setup demo serve test lint bench bench-gpu load soak chart clean
 
 PYTHON ?= python3
 PIP_ARGS ?=
@@ -36,13 +36,13 @@ CHECKED := $(wildcard python_backends/ddtree client/ddtree_client client/ddtree_
 MODELS := $(wildcard model_repository*/*/1/model.py benchmarks/*/1/model.py tests/fakes/*/1/model.py tests/triton/repositories/*/*/1/model.py)
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 	@echo
 	@echo "Variables: PYTHON=python3.11  interpreter for .venv (CPython 3.10, 3.11 or 3.12)"
 	@echo "           HTTP_PORT GRPC_PORT METRICS_PORT HOST   where serve listens ($(HTTP_PORT) $(GRPC_PORT) $(METRICS_PORT) $(HOST))"
 	@echo "           MODEL=… DRAFT=…  checkpoint folders of target and drafter; DTYPE=float32|bfloat16"
 	@echo "           TOPOLOGY=bls|in_process;  GATEWAY_PORT=9000 serves the OpenAI API too;  UNARY=1 loads ddtree_unary"
-	@echo "           TESTS=tests/unit  part of the tests;  BENCH_ARGS='…'  arguments of the benchmark"
+	@echo "           TESTS=tests/unit  part of the tests;  BENCH_ARGS='…'  arguments of bench or bench-gpu"
 	@echo "           PIP_ARGS='…'  more arguments for pip in setup: for instance --extra-index-url with"
 	@echo "           PyTorch's index of CPU builds, which saves gigabytes on a machine without a GPU"
 
@@ -103,6 +103,9 @@ chart: $(STAMP) ## write the chart's README from its schema
 
 bench: $(STAMP) ## plain, chain and tree decoding side by side, and the peers; writes benchmarks/results/
 	@$(BIN)/python -m benchmarks.run $(BENCH_ARGS)
+
+bench-gpu: $(STAMP) ## a round on one GPU next to its memory's limit (8 minutes); writes benchmarks/results/gpu.json
+	@$(BIN)/python -m benchmarks.gpu.run $(BENCH_ARGS)
 
 load: $(STAMP) ## 1 to 32 streams with and without drafts (8 minutes); writes benchmarks/results/load.json
 	@$(BIN)/python -m benchmarks.load $(LOAD_ARGS)
