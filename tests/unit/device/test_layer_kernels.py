@@ -76,7 +76,7 @@ def test_gate_is_silu_of_the_gate_times_the_up(dtype: torch.dtype, width: int) -
 class Turned:
     """One call of `turn` beside what transformers makes of the same rows."""
 
-    def __init__(self, heads: Heads, dtype: torch.dtype, *, rows: int = 5, width: int | None = None) -> None:
+    def __init__(self, heads: Heads, dtype: torch.dtype, *, rows: int = 3, width: int | None = None) -> None:
         self.heads, self.width = heads, width or heads.size
         self.slots = torch.tensor([7, -1, 0, 3, 9, 2, 1, 4])[:rows].to(DEVICE)
         self.packed = normal(rows, heads.width, dtype=dtype)

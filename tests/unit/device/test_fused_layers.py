@@ -1,0 +1,401 @@
+"""Fused decoder layers inside whole models: the logits of every node, the weights, and what is left alone."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM, MistralConfig, PretrainedConfig
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+from ddtree.attention.plan import Segment, StepPlan
+from ddtree.device import fused_layers
+from ddtree.device.fused_layers import FusedLayer, PlainLinear, fuse
+from ddtree.device.kernels import layer
+from ddtree.device.plan import DevicePlan
+from ddtree.device.rows import DeviceRows
+from ddtree.kv_cache import KvPool, Pages
+from ddtree.models.target import TargetModel
+from ddtree.tree_mask import ancestor_bits
+from tests.fakes.device import DEVICE
+from tests.fakes.random_trees import depths_of, path_to, random_parents
+from tests.fakes.target_families import COMMON, FAMILIES, WINDOW, save_checkpoint
+
+ROWS, PAGE = 6, 16
+LAYERS = 2  # one of each type where a family has two
+FAMILY_NAMES = ("llama, tied and biased", "qwen2, sliding", "qwen3, sliding", "mistral")
+LEFT_ALONE = ("qwen3 moe", "gemma2", "gpt-oss")
+
+
+@pytest.fixture(autouse=True)
+def no_gradients(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    if DEVICE.type == "cpu":  # the interpreter takes its time per program, however much each does
+        monkeypatch.setattr(layer, "_MANY_PROGRAMS", 0)
+    with torch.inference_mode():
+        yield
+
+
+def config_of(family: str) -> PretrainedConfig:
+    common = MistralConfig(**COMMON, sliding_window=WINDOW) if family == "mistral" else FAMILIES[family]()
+    common.num_hidden_layers = LAYERS
+    if getattr(common, "layer_types", None):
+        common.layer_types = common.layer_types[:LAYERS]
+    return common
+
+
+@dataclass(frozen=True)
+class Place:
+    """One sequence: what is committed, and the tree behind it; node 0 is the root."""
+
+    prompt: Sequence[int]
+    tokens: Sequence[int]  # of the root and of nodes 1, 2, …
+    parents: list[int]  # of nodes 1, 2, …
+
+
+EMPTY = Place((), (), [])
+
+
+def random_place(source: random.Random, prompt: int, nodes: int) -> Place:
+    """A tree of several branches, some of them deeper than a window."""
+    tokens = [source.randrange(256) for _ in range(prompt + nodes + 1)]
+    return Place(tokens[:prompt], tokens[prompt:], random_parents(source, nodes, reach=3))
+
+
+def load(folder: Path, config: PretrainedConfig, dtype: str = "float32") -> TargetModel:
+    saved = save_checkpoint(folder, config)
+    return TargetModel.load(saved, dtype=dtype, device=DEVICE, taps=(0, 1))
+
+
+def new_pool(target: TargetModel) -> KvPool:
+    budget = 8 * PAGE * target.cache_shape(0).bytes_per_slot
+    return KvPool(target.cache_shape(0), budget_bytes=budget, page_size=PAGE, device=DEVICE)
+
+
+def prefilled(target: TargetModel, pool: KvPool, prompt: Sequence[int]) -> Pages:
+    """Commit a prompt by the model's own forward."""
+    pages = pool.reserve(2 * PAGE)
+    assert pages is not None
+    depths = torch.arange(len(prompt), device=DEVICE)
+    plan = StepPlan.build(pool, (Segment(0, len(prompt), pages, 0, depths, None),))
+    target.forward(torch.tensor(prompt, device=DEVICE), plan, torch.tensor([0], device=DEVICE))
+    return pages
+
+
+def staged(target: TargetModel, pool: KvPool, places: Sequence[Place]) -> DeviceRows:
+    """Rows of all places on the device; what is padding holds whatever an earlier step left there."""
+    rows = DeviceRows.empty(len(places), ROWS, 2, PAGE, DEVICE)
+    rows.depths.fill_(3)
+    rows.bits.fill_(-1)
+    for index, place in enumerate(places):
+        count = len(place.tokens)
+        if count == 0:
+            continue
+        pages = prefilled(target, pool, place.prompt)
+        start = len(place.prompt)
+        parents = torch.tensor([place.parents], dtype=torch.int32)
+        rows.page_table[index] = torch.tensor(pages.indices)
+        rows.lengths[index], rows.counts[index] = start, count
+        rows.depths[index, :count] = torch.tensor(depths_of(place.parents))
+        rows.bits[index, :count] = ancestor_bits(parents, torch.tensor([count - 1]))[0]
+        rows.slots[index, :count] = pages.slots[start : start + count]
+    return rows
+
+
+def run(target: TargetModel, places: Sequence[Place]) -> torch.Tensor:
+    """Logits of one step on the device, `[S, T, V]`."""
+    pool = new_pool(target)
+    plan = DevicePlan(staged(target, pool, places), pool)
+    tokens = torch.full((len(places), ROWS), 7, device=DEVICE)
+    for index, place in enumerate(places):
+        tokens[index, : len(place.tokens)] = torch.tensor(place.tokens)
+    logits = target.model(
+        input_ids=tokens.view(1, -1), position_ids=plan.rows.positions.view(1, -1), use_cache=False,
+        ddtree_plan=plan,
+    ).logits  # fmt: skip
+    return logits.view(len(places), ROWS, -1)  # type: ignore[no-any-return]
+
+
+def plainly(model: Any, place: Place) -> torch.Tensor:
+    """Logits of every node by a forward of its path alone, `[nodes + 1, V]`."""
+    logits = []
+    for node in range(len(place.tokens)):
+        ids = [*place.prompt, *(place.tokens[step] for step in path_to(place.parents, node))]
+        logits.append(model(torch.tensor([ids], device=DEVICE)).logits[0, -1])
+    return torch.stack(logits)
+
+
+def reference(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").to(DEVICE)
+
+
+def fused_of(model: nn.Module) -> list[str]:
+    return [name for name, part in model.named_modules() if isinstance(vars(part).get("forward"), FusedLayer)]
+
+
+def assert_alike(found: torch.Tensor, expected: torch.Tensor) -> None:
+    assert found.shape == expected.shape
+    assert (found - expected).abs().max() <= 1e-5 * max(1.0, float(expected.abs().max()))
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> TargetModel:
+    return load(tmp_path, config_of("llama, tied and biased"))
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+def test_a_node_has_the_logits_of_its_path(tmp_path: Path, family: str) -> None:
+    """Three places of one step: beyond a window, empty, and short with padding."""
+    source = random.Random(family)
+    places = [random_place(source, 11, ROWS - 1), EMPTY, random_place(source, 3, 2)]
+    target = load(tmp_path, config_of(family))
+    assert fuse(target.model) == LAYERS == len(fused_of(target.model))
+    logits = run(target, places)
+    assert logits.isfinite().all()
+    plain = reference(tmp_path)
+    for place, found in zip(places, logits, strict=True):
+        if place is not EMPTY:
+            assert_alike(found[: len(place.tokens)], plainly(plain, place))
+
+
+def test_half_precision_stays_close_to_float32(tmp_path: Path) -> None:
+    dtype = torch.bfloat16 if DEVICE.type == "cuda" else torch.float16  # the interpreter cuts bfloat16 off
+    target = load(tmp_path, config_of("qwen3"), str(dtype).removeprefix("torch."))
+    assert fuse(target.model) == LAYERS
+    place = random_place(random.Random(4), 9, 4)
+    found = run(target, [place])[0, :5].float()
+    likeness = torch.nn.functional.cosine_similarity(found, plainly(reference(tmp_path), place), dim=-1)
+    assert likeness.min() > 0.998
+
+
+def test_weights_keep_their_names_and_values_and_are_in_memory_once(llama: TargetModel) -> None:
+    before = {name: tensor.clone() for name, tensor in llama.model.state_dict().items()}
+    classes = [type(module) for module in llama.model.modules()]
+    assert fuse(llama.model) == LAYERS
+    after = llama.model.state_dict()
+    assert list(after) == list(before)
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    assert [type(module) for module in llama.model.modules()] == classes
+    first: Any = llama.model.model.layers[0]
+    attention, mlp = first.self_attn, first.mlp
+    for merged, parts in (
+        (first.forward._products.qkv, (attention.q_proj, attention.k_proj, attention.v_proj)),
+        (first.forward._products.gate_up, (mlp.gate_proj, mlp.up_proj)),
+        (first.forward._products.output, (attention.o_proj,)),
+        (first.forward._products.down, (mlp.down_proj,)),
+    ):
+        for name in ("weight", "bias"):
+            whole = getattr(merged, f"_{name}")
+            at = [getattr(part, name).data_ptr() - whole.data_ptr() for part in parts]
+            sizes = [getattr(part, name).nbytes for part in parts]
+            assert at == [sum(sizes[:index]) for index in range(len(parts))]
+            assert whole.untyped_storage().nbytes() == sum(sizes)
+
+
+def test_other_forwards_are_the_models_own(llama: TargetModel, tmp_path: Path) -> None:
+    place = random_place(random.Random(1), 6, 3)
+    ids = torch.tensor([place.prompt], device=DEVICE)
+    pool, stored = new_pool(llama), []
+    for is_fused in (False, True):
+        if is_fused:
+            assert fuse(llama.model) == LAYERS
+        pages = prefilled(llama, pool, place.prompt)
+        stored.append(pool.keys_values[:, :, pages.slots[: len(place.prompt)]])
+    assert torch.equal(stored[0], stored[1]), "the same matrix products, bit for bit"
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").to(DEVICE)
+    expected = plain(ids).logits
+    assert fuse(plain) == LAYERS
+    assert plain.config._attn_implementation == "eager"
+    assert torch.equal(plain(ids).logits, expected)
+
+
+def test_taps_are_the_layers_outputs(llama: TargetModel, tmp_path: Path) -> None:
+    fuse(llama.model)
+    place = random_place(random.Random(2), 5, 0)
+    run(llama, [place])
+    hidden = reference(tmp_path)(
+        torch.tensor([[*place.prompt, *place.tokens]], device=DEVICE), output_hidden_states=True
+    ).hidden_states
+    assert_alike(llama._captured[0][0, 0], hidden[1][0, -1])
+
+
+def test_a_copy_runs_on_its_own_weights(llama: TargetModel) -> None:
+    place = random_place(random.Random(3), 4, 1)
+    fuse(llama.model)
+    twin = TargetModel(copy.deepcopy(llama.model), ())
+    expected = run(twin, [place])
+    for parameter in llama.model.parameters():
+        parameter.zero_()
+    assert torch.equal(run(twin, [place]), expected)
+
+
+def test_the_given_linear_multiplies_every_weight_of_a_layer(llama: TargetModel) -> None:
+    made: list[tuple[torch.Size, bool]] = []
+
+    def make(weight: torch.Tensor, bias: torch.Tensor | None) -> nn.Module:
+        made.append((weight.shape, bias is not None))
+        return PlainLinear(weight, bias)
+
+    fuse(llama.model, make)
+    shapes = [(64, 32), (32, 32), (96, 32), (32, 48)]
+    assert made == [(torch.Size(shape), True) for shape in shapes] * LAYERS
+
+
+@pytest.mark.parametrize("family", LEFT_ALONE)
+def test_layers_of_other_kinds_are_left_alone(family: str) -> None:
+    model = AutoModelForCausalLM.from_config(config_of(family))
+    weights = [parameter.data_ptr() for parameter in model.parameters()]
+    assert fuse(model) == 0
+    assert [parameter.data_ptr() for parameter in model.parameters()] == weights
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+class _Recorded(TorchDispatchMode):
+    """Notes what PyTorch computes; fails where a value would be carried to the host."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.computed: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        assert name not in ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero"), name
+        output = func(*args, **(kwargs or {}))
+        if not func.is_view and not name.startswith(("empty", "new_empty", "_unsafe_view")):
+            self.computed.append(name)
+        return output
+
+
+def test_a_layer_is_eleven_launches_and_no_look_at_the_host(
+    llama: TargetModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels are stood in for by their shapes: in the interpreter they look at everything."""
+    fuse(llama.model)
+    launches: list[str] = []
+
+    def noted(name: str, result: Callable[..., Any]) -> Callable[..., Any]:
+        def launch(*arguments: Any) -> Any:
+            launches.append(name)
+            return result(*arguments)
+
+        return launch
+
+    stand_ins: dict[str, Callable[..., Any]] = {
+        "add_norm": lambda hidden, *_: (torch.empty_like(hidden), torch.empty_like(hidden)),
+        "turn": lambda *_: None,
+        "gate": lambda rows: rows.new_empty(len(rows), rows.shape[1] // 2),
+        "tree_attention": lambda query, *_: torch.empty(query.shape, dtype=query.dtype, device=DEVICE),
+    }
+    for name, result in stand_ins.items():
+        monkeypatch.setattr(fused_layers, name, noted(name, result))
+    pool = new_pool(llama)
+    plan = DevicePlan(DeviceRows.empty(2, ROWS, 2, PAGE, DEVICE), pool)
+    ids = torch.zeros(1, 2 * ROWS, dtype=torch.int64, device=DEVICE)
+    with _Recorded() as whole:
+        positions = plan.rows.positions.view(1, -1)
+        llama.model(input_ids=ids, position_ids=positions, use_cache=False, ddtree_plan=plan)
+    one = ["turn", "tree_attention", "add_norm", "gate", "add_norm"]
+    assert launches == ["add_norm", *one * LAYERS], "the first norm alone has nothing to be fused with"
+    products = [name for name in whole.computed if name == "linear"]
+    assert len(products) == 4 * LAYERS + 1, "four of each layer, and the head"
+    hidden, angles = torch.randn(1, 2 * ROWS, 32), torch.randn(2 * ROWS, 8)
+    with _Recorded() as single:
+        llama.model.model.layers[0].forward.fused(hidden.to(DEVICE), angles.to(DEVICE), angles, plan)
+    assert single.computed == ["linear"] * 4, "PyTorch itself launches nothing else"
+
+
+class OwnLayer(LlamaDecoderLayer):  # type: ignore[misc]
+    """A subclass: whatever it changes, nobody here knows."""
+
+
+def other_class(layer: Any) -> None:
+    layer.__class__ = OwnLayer
+
+
+def other_activation(layer: Any) -> None:
+    layer.mlp.act_fn = nn.GELU()
+
+
+def hooked_part(layer: Any) -> None:
+    layer.self_attn.o_proj.register_forward_hook(lambda *_: None)
+
+
+def wrapped_forward(layer: Any) -> None:
+    layer.mlp.forward = layer.mlp.forward
+
+
+def other_linear(layer: Any) -> None:
+    layer.mlp.down_proj = PlainLinear(layer.mlp.down_proj.weight, None)
+
+
+def exact_norm(layer: Any) -> None:
+    layer.input_layernorm.double()
+
+
+def lone_bias(layer: Any) -> None:
+    layer.self_attn.k_proj.bias = None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [other_class, other_activation, hooked_part, wrapped_forward, other_linear, exact_norm, lone_bias],
+)
+def test_a_layer_that_is_not_quite_its_class_is_left_alone(
+    llama: TargetModel, change: Callable[[Any], None]
+) -> None:
+    change(llama.model.model.layers[0])
+    place = random_place(random.Random(6), 3, 1)
+    expected = prefill_logits(llama, place) if change is not exact_norm else None
+    assert fuse(llama.model) == 1
+    assert fused_of(llama.model) == ["model.layers.1"]
+    if expected is not None:
+        assert torch.equal(prefill_logits(llama, place), expected)
+
+
+def prefill_logits(target: TargetModel, place: Place) -> torch.Tensor:
+    pool = new_pool(target)
+    pages = pool.reserve(PAGE)
+    assert pages is not None
+    count = len(place.prompt)
+    plan = StepPlan.build(pool, (Segment(0, count, pages, 0, torch.arange(count, device=DEVICE), None),))
+    rows = torch.arange(count, device=DEVICE)
+    return target.forward(torch.tensor(place.prompt, device=DEVICE), plan, rows).logits
+
+
+def test_a_kind_that_does_not_come_out_alike_is_left_alone(
+    llama: TargetModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Off(PlainLinear):
+        """A matrix product of a card that is not well."""
+
+        def forward(self, rows: torch.Tensor) -> torch.Tensor:
+            return super().forward(rows) * 1.01
+
+    place = random_place(random.Random(7), 3, 1)
+    expected = prefill_logits(llama, place)
+    with caplog.at_level(logging.WARNING):
+        assert fuse(llama.model, Off) == 0
+    assert len(caplog.records) == 1, "a kind is tried once"
+    assert caplog.records[0].getMessage().startswith("LlamaDecoderLayer runs unfused, more slowly: ")
+    assert torch.equal(prefill_logits(llama, place), expected)
+    assert not fused_of(llama.model)
+
+
+def test_a_compiler_that_fails_is_a_warning(
+    llama: TargetModel, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any) -> None:
+        raise RuntimeError("no\n  compiler")
+
+    monkeypatch.setattr(fused_layers, "turn", broken)
+    with caplog.at_level(logging.WARNING):
+        assert fuse(llama.model) == 0
+    assert "more slowly: no compiler" in caplog.text
