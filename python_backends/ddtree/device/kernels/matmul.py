@@ -23,11 +23,12 @@ does not know which form is fast for which shape.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 import triton
 import triton.language as tl
+
+from ddtree.device.matmul_candidates import Config
 
 _COMBINED = 256  # weight rows that one program of the second kernel adds up
 _WIDEST = 128  # rows of the step in one tile, besides a narrow tile at its side
@@ -193,37 +194,6 @@ def _row_kernel(
     sums = tl.sum(products, axis=1)[:, None]
     row = tl.arange(0, 1)
     _put(sums, row, first_column, bias, residual, outputs, 1, num_outputs, 0, BLOCK_N, 1, GATED)
-
-
-@dataclass(frozen=True)
-class Config:
-    """How a product is cut into programs.
-
-    Raises:
-        ValueError: a field breaks its rule.
-    """
-
-    kind: Literal["dot", "gemv"]  # with tensor cores, or without and for one row only
-    block_n: int  # weight rows of a program
-    block_k: int  # columns of a block
-    split_k: int  # parts of K, each a program of its own; 1 for `gemv`
-    warps: int
-    stages: int  # blocks under way
-
-    def __post_init__(self) -> None:
-        if self.kind not in ("dot", "gemv"):
-            raise ValueError(f"kind must be 'dot' or 'gemv', not {self.kind!r}")
-        least = 16 if self.kind == "dot" else 1
-        for name, low, high in (("block_n", least, 256), ("block_k", 16, 8192), ("warps", 1, 16)):
-            value = getattr(self, name)
-            if type(value) is not int or not low <= value <= high or value & (value - 1):
-                raise ValueError(f"{name} must be a power of two from {low} to {high}, not {value!r}")
-        for name, high in (("split_k", 32 if self.kind == "dot" else 1), ("stages", 16)):
-            value = getattr(self, name)
-            if type(value) is not int or not 1 <= value <= high:
-                raise ValueError(
-                    f"{name} of {self.kind!r} must be a whole number from 1 to {high}, not {value!r}"
-                )
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,314 @@
+"""Which way of multiplying is taken: the fastest of those that are right, for each weight and device."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional
+
+from ddtree.device.kernels.matmul import multiply
+from ddtree.device.matmul_candidates import BUCKETS, Bucket, Config, ProductKind, bucket_of, candidates
+from ddtree.device.matmul_choice import MatmulChooser, SmallLinear, library_product
+from ddtree.device.matmul_file import Choice, ChoiceFile
+from tests.fakes.device import DEVICE
+
+CPU = torch.device("cpu")
+BF16 = torch.bfloat16
+SIXTEEN = next(bucket for bucket in BUCKETS if bucket.most == 16)
+H200 = 132  # multiprocessors
+QWEN3_8B = [(6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288), (151936, 4096)]
+SMOLLM2 = [(960, 576), (576, 576), (3072, 576), (576, 1536), (49152, 576)]
+
+
+@dataclass
+class Bench:
+    """Kernels and a clock: every form takes the time it is given, and some compute nonsense."""
+
+    micros: Callable[[Config | None, int], float]  # of a config, or of the library, for a number of rows
+    wrong: Callable[[Config], bool] = lambda _: False
+    broken: Callable[[Config], bool] = lambda _: False
+    used: list[tuple[Config, int]] = field(default_factory=list)
+    measured: int = 0
+
+    def multiply(
+        self,
+        rows: torch.Tensor,
+        weight: torch.Tensor,
+        config: Config,
+        bias: torch.Tensor | None = None,
+        residual: torch.Tensor | None = None,
+        *,
+        gated: bool = False,
+    ) -> torch.Tensor:
+        self.used.append((config, len(rows)))
+        if self.broken(config):
+            raise RuntimeError("out of resource: shared memory")
+        product = library_product(rows, weight, bias, residual, gated=gated)
+        if self.wrong(config):
+            product[-1, -1] += 1.0 + product.abs().max()
+        return product
+
+    def timer(self, run: Callable[[], None]) -> float:
+        """The library's time when none of the kernels is launched."""
+        self.measured += 1
+        before = len(self.used)
+        run()
+        launched = self.used[before:]
+        return 8 * self.micros(launched[-1][0] if launched else None, launched[-1][1] if launched else 0)
+
+    def chooser(self, folder: Path | None = None) -> MatmulChooser:
+        return MatmulChooser(CPU, folder, timer=self.timer, multiply=self.multiply)
+
+
+def weight_of(rows: int = 64, size: int = 64, dtype: torch.dtype = BF16) -> torch.Tensor:
+    return torch.randn((rows, size), generator=torch.Generator().manual_seed(0)).to(dtype)
+
+
+def all_for(weight: torch.Tensor, bucket: Bucket = SIXTEEN) -> tuple[Config, ...]:
+    return candidates(ProductKind(weight.shape[0], weight.shape[1], weight.dtype), bucket, 1)
+
+
+def tuned(bench: Bench, weight: torch.Tensor, folder: Path | None = None) -> SmallLinear:
+    chooser = bench.chooser(folder)
+    linear = chooser.linear(weight)
+    chooser.tune()
+    return linear
+
+
+def test_the_fastest_is_taken_for_each_bucket() -> None:
+    weight = weight_of()
+    best = {bucket.most: all_for(weight, bucket)[-1] for bucket in BUCKETS}
+    fastest = {bucket.timed: best[bucket.most] for bucket in BUCKETS}
+    linear = tuned(Bench(lambda config, rows: 5.0 if config and config == fastest[rows] else 10.0), weight)
+    for rows in (1, 2, 16, 17, 64, 65, 128, 129, 200):
+        bucket = bucket_of(rows)
+        assert bucket is not None
+        assert linear.config_for(torch.empty(rows, 64)) == best[bucket.most]
+
+
+@pytest.mark.parametrize(("micros", "wins"), [(9.8, True), (9.95, False), (10.5, False)])
+def test_a_kernel_must_be_faster_than_the_library(micros: float, wins: bool) -> None:
+    linear = tuned(Bench(lambda config, _: micros if config else 10.0), weight_of())
+    assert (linear.config_for(torch.empty(9, 64)) is not None) == wins
+
+
+def test_a_wrong_or_broken_kernel_never_wins() -> None:
+    weight = weight_of()
+    wrong, broken, right = all_for(weight)[:3]
+    times = {wrong: 1.0, broken: 2.0, right: 3.0}
+    bench = Bench(
+        lambda config, _: 10.0 if config is None else times.get(config, 9.0), wrong.__eq__, broken.__eq__
+    )
+    assert tuned(bench, weight).config_for(torch.empty(16, 64)) == right
+
+
+def test_a_kernel_that_gives_no_numbers_is_wrong() -> None:
+    bench = Bench(lambda config, _: 1.0 if config else 10.0)
+    honest = bench.multiply
+    bench.multiply = lambda *inputs, **named: honest(*inputs, **named) * float("nan")  # type: ignore[method-assign]
+    assert tuned(bench, weight_of()).config_for(torch.empty(16, 64)) is None
+
+
+def test_rows_reach_the_chosen_form() -> None:
+    weight, bias = weight_of(48), torch.ones(48, dtype=BF16)
+    bench = Bench(lambda config, _: 5.0 if config else 10.0)
+    chooser = bench.chooser()
+    linear = chooser.linear(weight, bias)
+    rows, residual = torch.randn(2, 4, 64).to(BF16), torch.randn(2, 4, 48).to(BF16)
+    expected = residual + functional.linear(rows, weight, bias)
+    bench.used.clear()
+    assert torch.equal(linear(rows, residual), expected)
+    assert not bench.used, "before it is tuned, the library computes"
+    chooser.tune()
+    bench.used.clear()
+    assert torch.equal(linear(rows, residual), expected)
+    assert [rows for _, rows in bench.used] == [8]
+    assert linear(torch.empty(0, 64, dtype=BF16)).shape == (0, 48)
+    assert linear(torch.ones(257, 64, dtype=BF16)).shape == (257, 48)
+    assert len(bench.used) == 1, "so many rows, or none, are the library's"
+
+
+def test_a_gated_layer_has_choices_of_its_own() -> None:
+    weight = weight_of(64)
+    bench = Bench(lambda config, _: 5.0 if config else 10.0)
+    chooser = bench.chooser()
+    plain, gated = chooser.linear(weight), chooser.linear(weight, gated=True)
+    chooser.tune()
+    rows = torch.randn(3, 64).to(BF16)
+    gate, up = functional.linear(rows, weight).chunk(2, dim=-1)
+    assert torch.equal(gated(rows), functional.silu(gate) * up)
+    assert plain(rows).shape == (3, 64)
+    assert set(chooser.choices()) == {"64x64 bfloat16", "64x64 bfloat16 gated"}
+
+
+def test_layers_alike_are_measured_once() -> None:
+    bench = Bench(lambda config, _: 5.0 if config else 10.0)
+    chooser = bench.chooser()
+    layers = [chooser.linear(weight_of()) for _ in range(3)]
+    seen: list[tuple[int, int]] = []
+    chooser.tune(lambda done, total: seen.append((done, total)))
+    assert seen == [(done + 1, len(BUCKETS)) for done in range(len(BUCKETS))]
+    assert bench.measured == sum(1 + len(all_for(weight_of(), bucket)) for bucket in BUCKETS)
+    assert len({layer.config_for(torch.empty(9, 64)) for layer in layers}) == 1
+
+
+def test_the_next_start_measures_nothing(tmp_path: Path) -> None:
+    first = tuned(
+        Bench(lambda config, rows: 3.0 + rows % 7 if config else 10.0), weight_of(), tmp_path / "new"
+    )
+    again = Bench(lambda *_: 1.0)
+    chooser = again.chooser(tmp_path / "new")
+    second = chooser.linear(weight_of())
+    chooser.linear(weight_of(32))
+    assert again.measured == 0
+    for bucket in BUCKETS:
+        rows = torch.empty(bucket.most, 64)
+        assert second.config_for(rows) == first.config_for(rows)
+    seen: list[int] = []
+    chooser.tune(lambda _, total: seen.append(total))
+    assert set(seen) == {len(BUCKETS)}, "only the new weight is measured"
+    third = Bench(lambda *_: 1.0).chooser(tmp_path / "new")
+    for weight_rows in (64, 32):
+        third.linear(weight_of(weight_rows))
+    assert third.choices() == chooser.choices()
+    assert [path.suffix for path in (tmp_path / "new").iterdir()] == [".json"]
+
+
+def _another_device(document: dict[str, object]) -> object:
+    return {**document, "key": {"device": "NVIDIA A100"}}
+
+
+def _no_such_kernel(document: dict[str, object]) -> object:
+    config = {**asdict(all_for(weight_of())[0]), "block_n": 7}
+    stored = {"config": config, "micros": 1.0, "library_micros": 2.0}
+    return {**document, "choices": {"64x64 bfloat16": {"16": stored}}}
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [lambda _: "", lambda _: "[1, 2", lambda found: [found], lambda found: {**found, "choices": 3},
+     lambda found: {**found, "choices": {"64x64 bfloat16": {"many": {}}}}, _another_device, _no_such_kernel],
+)  # fmt: skip
+def test_a_file_that_cannot_be_used_is_written_again(tmp_path: Path, spoil: Callable[..., object]) -> None:
+    tuned(Bench(lambda config, _: 5.0 if config else 10.0), weight_of(), tmp_path)
+    (path,) = tmp_path.iterdir()
+    good = json.loads(path.read_text())
+    spoiled = spoil(good)
+    path.write_text(spoiled if isinstance(spoiled, str) else json.dumps(spoiled))
+    bench = Bench(lambda config, _: 5.0 if config else 10.0)
+    tuned(bench, weight_of(), tmp_path)
+    assert bench.measured > 0
+    assert json.loads(path.read_text()) == good
+
+
+def test_other_versions_have_other_files(tmp_path: Path) -> None:
+    choice = {"1x1 float32": {16: Choice(None, 1.0, 1.0)}}
+    ChoiceFile.of(tmp_path, CPU).write(choice)
+    (path,) = tmp_path.iterdir()
+    key = json.loads(path.read_text())["key"]
+    assert set(key) == {"device", "torch", "triton", "kernels"}
+    assert ChoiceFile(path, key).read() == choice
+    for name in key:
+        assert ChoiceFile(path, {**key, name: "other"}).read() == {}
+
+
+def test_a_folder_that_refuses_is_no_error(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    linear = tuned(Bench(lambda config, _: 5.0 if config else 10.0), weight_of(), tmp_path / "file")
+    assert linear.config_for(torch.empty(9, 64)) is not None
+
+
+def test_what_there_is_no_time_for_stays_with_the_library(tmp_path: Path) -> None:
+    chooser = Bench(lambda config, _: 5.0 if config else 10.0).chooser(tmp_path)
+    linear = chooser.linear(weight_of())
+    chooser.tune(limit_s=0.0)
+    assert linear.config_for(torch.empty(9, 64)) is None
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_a_device_to_measure_everything_is_the_librarys(tmp_path: Path) -> None:
+    chooser = MatmulChooser(CPU, tmp_path)
+    weight = torch.nn.Parameter(weight_of(48, dtype=torch.float32))
+    linear = chooser.linear(weight)
+    chooser.tune(lambda *_: pytest.fail("there is nothing to measure"))
+    rows = torch.randn(5, 64)
+    assert torch.equal(linear(rows), functional.linear(rows, weight))
+    assert list(tmp_path.iterdir()) == []
+    assert dict(linear.state_dict()).keys() == {"weight"}
+    assert linear.weight is weight, "the weight itself, so that tied ones stay tied"
+    assert (linear.in_features, linear.out_features) == (64, 48)
+
+
+def test_our_kernels_are_right_in_every_bucket(caplog: pytest.LogCaptureFixture) -> None:
+    """The real ones, each config of each bucket, gated too; the clock prefers them to the library."""
+    caplog.set_level(logging.DEBUG, "ddtree.device.matmul_choice")
+    launched: list[Config] = []
+
+    def recorded(*inputs: object, **named: object) -> torch.Tensor:
+        launched.append(inputs[2] if len(inputs) > 2 else named["config"])  # type: ignore[arg-type]
+        return multiply(*inputs, **named)  # type: ignore[arg-type]
+
+    chooser = MatmulChooser(DEVICE, None, timer=lambda _: 1.0 / (1 + len(launched)), multiply=recorded)
+    weight = weight_of(32, 128).to(DEVICE)
+    linear, _ = chooser.linear(weight), chooser.linear(weight, gated=True)
+    chooser.tune()
+    assert not [line for line in caplog.messages if "off by" in line or "cannot run" in line]
+    assert len(launched) == 2 * sum(len(all_for(weight, bucket)) for bucket in BUCKETS)
+    for rows in (1, 9, 65):
+        inputs = torch.randn(rows, 128).to(DEVICE, BF16)
+        assert linear.config_for(inputs) is not None
+        far = (linear(inputs).double() - inputs.double() @ weight.double().T).abs().max()
+        assert far <= 0.5  # of values near 40, rounded to eight bits
+
+
+@pytest.mark.parametrize(("weight_rows", "size"), QWEN3_8B + SMOLLM2)
+@pytest.mark.parametrize("bucket", BUCKETS)
+def test_candidates_for_real_weights(weight_rows: int, size: int, bucket: Bucket) -> None:
+    """Few, different, within shared memory; and for large weights some keep 40 KiB a processor under way."""
+    kind = ProductKind(weight_rows, size, BF16)
+    configs = candidates(kind, bucket, H200)
+    assert 4 <= len(configs) <= 8
+    assert len(set(configs)) == len(configs)
+    under_way = []
+    for config in configs:
+        narrow = min(bucket.most, 144)
+        stage = config.block_k * 2 * (config.block_n + (narrow if config.kind == "dot" else 1))
+        assert config.stages * stage <= 220 * 1024
+        assert config.kind == "dot" or bucket.most == 1
+        programs = -(-weight_rows // config.block_n) * config.split_k
+        resident = min(programs, H200 * max(1, 220 * 1024 // (config.stages * stage)), H200 * 8)
+        flying = max(1, config.stages - 1) * config.block_n * config.block_k * 2
+        under_way.append(resident * flying / H200)
+    if weight_rows * size >= 4096 * 4096:
+        assert max(under_way) >= 40 * 1024
+
+
+def test_dtypes_without_candidates() -> None:
+    assert all(
+        config.kind == "gemv" for config in candidates(ProductKind(64, 64, torch.float32), BUCKETS[0], 1)
+    )
+    assert candidates(ProductKind(64, 64, torch.float32), SIXTEEN, 1) == ()
+    assert candidates(ProductKind(64, 64, torch.float64), BUCKETS[0], 1) == ()
+
+
+@pytest.mark.parametrize(
+    ("field_name", "value", "said"),
+    [("kind", "mma", "'dot' or 'gemv'"), ("block_n", 8, "block_n must be a power of two from 16"),
+     ("block_n", 48, "power of two"), ("block_k", "64", "block_k"), ("warps", 0, "warps"),
+     ("warps", True, "warps"), ("split_k", 0, "split_k"), ("split_k", 2.0, "split_k"),
+     ("stages", 17, "stages")],
+)  # fmt: skip
+def test_a_config_refuses_what_no_kernel_takes(field_name: str, value: object, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        Config(**{**asdict(Config("dot", 32, 32, 1, 4, 3)), field_name: value})
+
+
+def test_without_tensor_cores_k_is_not_split() -> None:
+    with pytest.raises(ValueError, match="split_k"):
+        Config("gemv", 4, 32, 2, 4, 1)
