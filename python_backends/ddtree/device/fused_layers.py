@@ -16,9 +16,9 @@ the device and of the dtype that it runs with. This module knows no sessions and
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -32,19 +32,31 @@ from ddtree.device.plan import DevicePlan
 
 _LOG = logging.getLogger(__name__)
 
-MakeLinear = Callable[[torch.Tensor, torch.Tensor | None], nn.Module]
+
+class MakeLinear(Protocol):
+    """Makes what multiplies rows with a weight, which belongs to the model and must stay its only copy."""
+
+    def __call__(
+        self,
+        weight: torch.Tensor,  # [out, in]; when gated [2 * out, in], the gate's rows first
+        bias: torch.Tensor | None,
+        *,
+        gated: bool = False,
+    ) -> nn.Module:
+        """A module from `[R, in]` to `[R, out]`; when gated, silu of the gate's columns times the others."""
 
 
 class PlainLinear(nn.Module):
-    """A product with a weight that belongs to somebody else."""
+    """PyTorch's own product."""
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, *, gated: bool = False) -> None:
         super().__init__()
-        self._weight, self._bias = weight, bias
+        self._weight, self._bias, self._gated = weight, bias, gated
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        """Apply to rows `[..., in]`."""
-        return functional.linear(rows, self._weight, self._bias)
+        """Apply to rows `[R, in]`."""
+        product = functional.linear(rows, self._weight, self._bias)
+        return gate(product) if self._gated else product
 
 
 @dataclass(frozen=True)
@@ -82,7 +94,7 @@ class _Relay:
 
 @dataclass(frozen=True)
 class _Products:
-    """The four matrix products of a layer."""
+    """The four matrix products of a layer; the third gates what comes out."""
 
     qkv: nn.Module
     output: nn.Module
@@ -104,7 +116,7 @@ class FusedLayer:
         self._products = _Products(
             make(*_merge(attention.q_proj, attention.k_proj, attention.v_proj)),
             make(*_merge(attention.o_proj)),
-            make(*_merge(mlp.gate_proj, mlp.up_proj)),
+            make(*_merge(mlp.gate_proj, mlp.up_proj), gated=True),
             make(*_merge(mlp.down_proj)),
         )
         self.after: _Norm | None = None  # what norms this layer's output, if that is known
@@ -131,7 +143,7 @@ class FusedLayer:
             normed, _ = add_norm(hidden, None, self.before.weight, self.before.eps)
         attended = products.output(self._attend(products.qkv(normed), cos, sin, plan))
         normed, hidden = add_norm(hidden, attended, self._between.weight, self._between.eps)
-        update: torch.Tensor = products.down(gate(products.gate_up(normed)))
+        update: torch.Tensor = products.down(products.gate_up(normed))
         if self.after is None:
             return (hidden + update)[None]
         normed, hidden = add_norm(hidden, update, self.after.weight, self.after.eps)
@@ -174,8 +186,7 @@ def fuse(model: nn.Module, linear: MakeLinear = PlainLinear) -> int:
 
     Args:
         model: a causal LM of transformers, loaded, in evaluation, where it stays.
-        linear: makes the module that multiplies rows `[R, in]` with a weight `[out, in]`, which it must not
-            copy for long: the model's own linears are views of the same memory.
+        linear: makes the modules of the matrix products.
     """
     fused = 0
     for parent in list(model.modules()):

@@ -238,15 +238,15 @@ def test_a_copy_runs_on_its_own_weights(llama: TargetModel) -> None:
 
 
 def test_the_given_linear_multiplies_every_weight_of_a_layer(llama: TargetModel) -> None:
-    made: list[tuple[torch.Size, bool]] = []
+    made: list[tuple[tuple[int, ...], bool, bool]] = []
 
-    def make(weight: torch.Tensor, bias: torch.Tensor | None) -> nn.Module:
-        made.append((weight.shape, bias is not None))
-        return PlainLinear(weight, bias)
+    def make(weight: torch.Tensor, bias: torch.Tensor | None, *, gated: bool = False) -> nn.Module:
+        made.append((tuple(weight.shape), bias is not None, gated))
+        return PlainLinear(weight, bias, gated=gated)
 
     fuse(llama.model, make)
-    shapes = [(64, 32), (32, 32), (96, 32), (32, 48)]
-    assert made == [(torch.Size(shape), True) for shape in shapes] * LAYERS
+    shapes = [((64, 32), False), ((32, 32), False), ((96, 32), True), ((32, 48), False)]
+    assert made == [(shape, True, gated) for shape, gated in shapes] * LAYERS
 
 
 @pytest.mark.parametrize("family", LEFT_ALONE)
