@@ -1,0 +1,283 @@
+"""The drafter's pass over device rows against the drafter stage, itself tested against the public package."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ddtree.device.drafting import DeviceCandidates, DeviceDraft
+from ddtree.device.kernels.top import TopChoice, TopKernels, top_by_torch
+from ddtree.device.rows import DeviceRows
+from ddtree.draft import Drafter, DrafterLimits
+from ddtree.kv_cache import CacheShape, KvPool
+from ddtree.models.dflash import DFlashDraft
+from ddtree.models.draft_checkpoint import open_checkpoint
+from ddtree.types import DraftRequest, DraftResult, SessionBatch
+from tests.fakes.device import DEVICE
+from tests.fakes.random_draft import DFLASH2, write_dflash2, write_draft, write_speculators
+
+PAGE, PAGES, HIDDEN, VOCABULARY, BLOCK, WIDTH = 4, 4, 32, 50, 4, 7
+SMALL_TOP = TopKernels(groups=8, group=2)
+# Of log-probabilities. The interpreter does not know bfloat16's product: half floats stand for it there.
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 0.02, torch.bfloat16: 0.15}
+HALF = torch.bfloat16 if DEVICE.type == "cuda" else torch.float16
+# As small as it may be: in the interpreter each row, head and layer is a program of its own.
+SMALL = {
+    "block_size": BLOCK, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
+    "layer_types": ["full_attention"] * 2,
+}  # fmt: skip
+WINDOWED = {"layer_types": ["sliding_attention", "full_attention"], "use_sliding_window": True}
+
+
+def small(folder: Path, **changes: Any) -> Path:
+    return write_draft(folder, **{**SMALL, **changes})
+
+
+def small_dflash2(folder: Path, **changes: Any) -> Path:
+    sizes = {"block_size": BLOCK, **changes.pop("dflash_config", {})}
+    base = {**SMALL, "block_size": None, "layer_types": ["sliding_attention"] * 2, "sliding_window": 5}
+    return write_dflash2(folder, **{**base, **changes, "dflash_config": sizes})
+
+
+def small_speculators(folder: Path) -> Path:
+    nested = {name: SMALL[name] for name in SMALL if name not in ("block_size", "layer_types")}
+    return write_speculators(folder, block_size=BLOCK, transformer_layer_config=nested)
+
+
+def fresh_pool(model: DFlashDraft, places: int, dtype: torch.dtype) -> KvPool:
+    config = model.config
+    shape = CacheShape(len(config.layers), config.num_kv_heads, config.head_dim, dtype=dtype)
+    budget = shape.bytes_per_slot * PAGE * PAGES * places
+    pool = KvPool(shape, budget_bytes=budget, page_size=PAGE, device=DEVICE)
+    pool.keys_values.fill_(float("nan"))  # whoever reads what was never written shows it
+    return pool
+
+
+class Pair:
+    """A drafter stage with sessions, and the same draft over device rows with pages in any order."""
+
+    def __init__(
+        self,
+        folder: Path,
+        lives: Sequence[bool],
+        dtype: torch.dtype = torch.float32,
+        top: TopChoice = top_by_torch,
+    ) -> None:
+        torch.manual_seed(5)
+        self.lives, self.dtype, places = lives, dtype, len(lives)
+        self.live = [place for place, is_live in enumerate(lives) if is_live]
+        checkpoint = open_checkpoint(folder)
+        model = DFlashDraft.load(checkpoint, dtype, DEVICE)
+        embedding = torch.randn(VOCABULARY, HIDDEN).to(DEVICE, dtype)
+        count = VOCABULARY
+        self.target_ids = None
+        if checkpoint.config.draft_vocab_size < VOCABULARY:
+            count = checkpoint.config.draft_vocab_size
+            self.target_ids = torch.randperm(VOCABULARY)[:count].to(DEVICE)
+        head = nn.Linear(HIDDEN, count, bias=False).to(DEVICE, dtype)
+        self.drafter = Drafter(
+            model, DrafterLimits(1 << 20, page_size=PAGE, session_ttl_s=600), embedding=embedding, head=head,
+            draft_hash="one", target_ids=self.target_ids,
+        )  # fmt: skip
+        self.pool = fresh_pool(model, places, dtype)
+        self.draft = DeviceDraft(model, embedding, head, self.target_ids, self.pool, top=top)
+        self.rows = DeviceRows.empty(places, BLOCK, PAGES, PAGE, DEVICE)
+        self.rows.page_table.copy_(torch.randperm(places * PAGES).view(places, PAGES))
+        self.rows.depths.copy_(torch.arange(BLOCK))
+        self.rows.counts.copy_(torch.tensor(lives).int() * BLOCK)
+        self.rows.slots.fill_(1)  # not for the draft to look at
+        self.most_context = PAGES * PAGE
+
+    def extend(self, counts: Sequence[int], at_most: int) -> DraftRequest:
+        """Give live places new context; the rest of their rows, and all of empty ones', are poisoned."""
+        features = torch.full((len(counts), at_most, HIDDEN), float("nan")).to(DEVICE, self.dtype)
+        for place in self.live:
+            features[place, : counts[place]] = torch.randn(counts[place], HIDDEN).to(DEVICE, self.dtype)
+        self.lengths = self.rows.lengths[self.live].cpu()
+        on_device = torch.tensor(counts).int().to(DEVICE)
+        self.draft.extend(features, on_device, self.rows)
+        self.rows.lengths.add_(on_device)
+        return self._request(torch.cat([features[place, : counts[place]] for place in self.live]), counts)
+
+    def _request(self, features: torch.Tensor, counts: Sequence[int]) -> DraftRequest:
+        size, own = len(self.live), torch.tensor([counts[place] for place in self.live]).int()
+        sessions = SessionBatch(torch.tensor(self.live), torch.zeros(size).int(), self.lengths.int())
+        return DraftRequest(
+            sessions, torch.zeros(int(own.sum())).int(), features, own, torch.zeros(size).int(),
+            torch.full((size,), self.most_context).int(), depth=BLOCK - 1, width=WIDTH,
+        )  # fmt: skip
+
+    def round(self, counts: Sequence[int], roots: Sequence[int], at_most: int = 8) -> DeviceCandidates:
+        """Extend both and draft with both; what they say of live places must agree."""
+        request = self.extend(counts, at_most)
+        request.root_tokens.copy_(torch.tensor([roots[place] for place in self.live]))
+        wanted = self.drafter.draft(request)
+        found = self.draft.draft(torch.tensor(roots).to(DEVICE), self.rows, WIDTH)
+        self._compare(found, wanted)
+        return found
+
+    def _compare(self, found: DeviceCandidates, wanted: DraftResult) -> None:
+        close = TOLERANCE[self.dtype]
+        log_probs = found.log_probs[self.live].cpu()
+        assert log_probs.isfinite().all()
+        torch.testing.assert_close(log_probs, wanted.top_log_probs, rtol=0, atol=close)
+        assert found.ids.dtype is torch.int32
+        if self.dtype is torch.float32:
+            assert torch.equal(found.ids[self.live].cpu(), wanted.top_ids)
+        assert (found.edge_log_probs is None) == (not wanted.edge_log_probs.numel())
+        if found.edge_log_probs is not None:
+            edges = found.edge_log_probs[self.live].cpu()
+            torch.testing.assert_close(edges, wanted.edge_log_probs, rtol=0, atol=close)
+
+
+V1 = [
+    pytest.param({"is_causal": True}, id="full, causal"),
+    pytest.param({**WINDOWED, "sliding_window": 6}, id="sliding layers causal unless told otherwise"),
+    pytest.param({**WINDOWED, "sliding_window": 6, "is_causal": False}, id="wider than the block, both ways"),
+    pytest.param({**WINDOWED, "sliding_window": 3, "is_causal": False}, id="narrower, both ways"),
+    pytest.param({**WINDOWED, "sliding_window": 3, "is_causal": True}, id="narrower, causal"),
+    pytest.param({"attention_bias": True, "num_hidden_layers": 1, "layer_types": None}, id="biases"),
+    pytest.param(
+        {
+            "dflash_config": {
+                "mask_token_id": 49, "target_layer_ids": [1, 3, 5], "output_multiplier": 0.5,
+                "final_logit_softcapping": 2.0, "input_embedding_scale": 3.0,
+            },
+            "num_hidden_layers": 1, "layer_types": None,
+        },
+        id="scaled and capped",
+    ),
+    pytest.param(
+        {
+            "rope_parameters": {
+                "rope_type": "yarn", "rope_theta": 700.0, "factor": 4.0,
+                "original_max_position_embeddings": 128,
+            },
+            "num_hidden_layers": 1, "layer_types": None,
+        },
+        id="yarn",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("changes", V1)
+def test_candidates_are_the_drafter_stages(tmp_path: Path, changes: dict[str, Any]) -> None:
+    Pair(small(tmp_path, **changes), [True]).round([7], [3])
+
+
+def test_sequences_of_all_lengths_and_an_empty_place(tmp_path: Path) -> None:
+    """Contexts of nothing, up to a page's edge, and behind one; an empty place's root is not looked at."""
+    pair = Pair(small(tmp_path, num_hidden_layers=1, layer_types=None), [True, False, True])
+    pair.round([PAGE, 0, 0], [3, 1 << 40, 4], at_most=4)
+    pair.round([0, 0, 1], [7, -5, 40], at_most=1)
+    pair.round([2, 0, 3], [7, -5, 40], at_most=3)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({"is_causal": None}, id="sliding layers causal"),
+        pytest.param({"dflash_config": {"conv_kernel_size": 3, "conv_group_size": 32}}, id="one group"),
+        pytest.param({"dflash_config": {"conv_kernel_size": 1, "conv_group_size": 1}}, id="no row before"),
+    ],
+)  # fmt: skip
+def test_candidates_of_dflash2(tmp_path: Path, changes: dict[str, Any]) -> None:
+    one_layer = {"num_hidden_layers": 1, "layer_types": ["sliding_attention"]}
+    Pair(small_dflash2(tmp_path, **changes, **one_layer), [True]).round([3], [5])
+
+
+def test_edges_beside_an_empty_place(tmp_path: Path) -> None:
+    found = Pair(small_dflash2(tmp_path), [False, True]).round([0, 6], [1 << 40, 6])
+    top_k = DFLASH2["selector_top_k"]
+    assert found.edge_log_probs is not None
+    assert found.edge_log_probs.shape == (2, BLOCK - 1, top_k, top_k)
+
+
+def test_a_draft_with_a_vocabulary_of_its_own(tmp_path: Path) -> None:
+    pair = Pair(small_speculators(tmp_path), [True])
+    found = pair.round([5], [3])
+    assert pair.target_ids is not None
+    assert set(found.ids.flatten().tolist()) <= set(pair.target_ids.tolist())
+
+
+def test_half_floats(tmp_path: Path) -> None:
+    folder = small(tmp_path, **WINDOWED, sliding_window=5, is_causal=False)
+    Pair(folder, [True], HALF).round([6], [3])
+
+
+def test_with_the_kernels_that_pick_candidates(tmp_path: Path) -> None:
+    pair = Pair(small(tmp_path, num_hidden_layers=1, layer_types=None), [True], top=SMALL_TOP.top)
+    pair.round([2], [3])
+
+
+def test_context_kept_bit_by_bit_where_it_belongs(tmp_path: Path) -> None:
+    """Slots behind the new context, and those of empty places and of other sequences, stay untouched."""
+    pair = Pair(small(tmp_path), [True, False, True])
+    pair.extend([6, 0, 5], 7)
+    before = pair.pool.keys_values.clone()
+    pair.extend([3, 0, 0], 4)
+    is_new = (before.isnan() & ~pair.pool.keys_values.isnan()).all(-1).all(-1)
+    table, offsets = pair.rows.page_table[0].long(), torch.arange(PAGE, device=DEVICE)
+    slots = (table[:, None] * PAGE + offsets).flatten()
+    expected = torch.zeros_like(is_new)
+    expected[:, :, slots[6:9]] = True
+    assert torch.equal(is_new, expected)
+    was_there = ~before.isnan()
+    assert torch.equal(before[was_there], pair.pool.keys_values[was_there])
+
+
+def test_context_in_parts_is_context_at_once(tmp_path: Path) -> None:
+    features = torch.randn(2, 5, HIDDEN, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    kept = []
+    for parts in ((5,), (3, 2)):
+        pair, start = Pair(small(tmp_path), [True, True]), 0
+        for part in parts:
+            counts = torch.full((2,), part, dtype=torch.int32, device=DEVICE)
+            pair.draft.extend(features[:, start : start + part], counts, pair.rows)
+            pair.rows.lengths.add_(counts)
+            start += part
+        kept.append(pair.pool.keys_values.nan_to_num(0))
+    torch.testing.assert_close(kept[0], kept[1], rtol=0, atol=1e-5)
+
+
+def test_the_width_is_what_there_is_and_what_a_selector_takes(tmp_path: Path) -> None:
+    assert Pair(small(tmp_path / "a"), [True]).draft.width(64) == VOCABULARY
+    assert Pair(small_speculators(tmp_path / "b"), [True]).draft.width(64) == 20
+    assert Pair(small_dflash2(tmp_path / "c"), [True]).draft.width(64) == DFLASH2["selector_top_k"]
+
+
+class NoLooks(TorchDispatchMode):
+    """Fails when a value comes to the host or decides a shape."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.split("::")[1]
+        assert name not in ("_local_scalar_dense", "nonzero", "masked_select", "equal"), name
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("write", [small, small_dflash2, small_speculators])
+def test_nothing_looks_at_values(tmp_path: Path, write: Callable[..., Path]) -> None:
+    """Neither on a CPU, nor while it is captured; what is captured gives the same."""
+    pair = Pair(write(tmp_path), [True])
+    features, counts = torch.randn(1, 2, HIDDEN).to(DEVICE), torch.tensor([2]).int().to(DEVICE)
+    roots = torch.tensor([1], device=DEVICE)
+    with NoLooks():
+        pair.draft.extend(features, counts, pair.rows)
+        pair.rows.lengths.add_(counts)
+        plain = pair.draft.draft(roots, pair.rows, WIDTH)
+    if DEVICE.type == "cuda":
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = pair.draft.draft(roots, pair.rows, WIDTH)
+        graph.replay()
+        assert torch.equal(captured.ids, plain.ids)
+        assert torch.equal(captured.log_probs, plain.log_probs)
