@@ -129,7 +129,7 @@ def _join_kernel(
     weight = tl.sum(shares, axis=0)
     if SUNK:
         weight += tl.exp2(sink - base)
-    joined = tl.sum(tl.where(shares[:, None] > 0, shares[:, None] * mean, 0.0), axis=0)
+    joined = tl.sum(shares[:, None] * tl.where(shares[:, None] > 0, mean, 0.0), axis=0)
     joined = joined / tl.where(weight > 0, weight, 1.0)
     tl.store(output + (row * HEADS + head) * HEAD_DIM + lane, joined, mask=inside)
 
@@ -172,7 +172,7 @@ def tree_attention(
     pool is float32, float16 or bfloat16, and so are the rows. Softmax and sums are float32.
     """
     places, count, heads, head_dim = query.shape
-    slots, kv_heads, _ = pool_keys.shape
+    kv_heads = pool_keys.shape[1]
     assert query.dtype == tail_keys.dtype == tail_values.dtype == pool_keys.dtype, "one dtype for all"
     assert pool_keys.stride() == pool_values.stride(), "keys and values of a pool lie alike"
     assert {t.stride(-1) for t in (query, tail_keys, tail_values, pool_keys)} == {1}, "dims lie side by side"

@@ -2,6 +2,7 @@
 
 This module knows neither places nor splits: it is given addresses, a range of blocks and a running softmax.
 """
+# ruff: noqa: ANN201  what a kernel's function gives has no type of Python's
 
 from __future__ import annotations
 
@@ -30,11 +31,9 @@ def pages_of(table, block, length, PAGE: tl.constexpr, KEYS: tl.constexpr):
 @triton.jit
 def score(queries, keys, scale, cap, CAPPED: tl.constexpr):
     """Scores in units of log 2, `[ROWS, KEYS]`."""
-    scores = tl.dot(queries, tl.trans(keys), input_precision="ieee")
+    scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale
     if CAPPED:
-        scores = cap - 2.0 * cap / (1.0 + tl.exp2(scores * scale))  # cap x tanh
-    else:
-        scores = scores * scale
+        scores = cap - 2.0 * cap / (1.0 + tl.exp2(scores))  # cap x tanh
     return scores
 
 
@@ -64,9 +63,8 @@ def share(
         first = tl.minimum(first, committed)
     else:
         first = 0
-    if SIGHT == _BLOCK:
-        stop = count
-    else:  # in a tree, too, a row sees no row behind itself
+    stop = count
+    if SIGHT != _BLOCK:  # in a tree, too, a row sees no row behind itself
         stop = tl.minimum(count, (tile * ROWS + ROWS - 1) // GROUPS + 1)
     blocks = committed - first + tl.cdiv(stop, KEYS)
     blocks = tl.where(tile * ROWS // GROUPS < count, blocks, 0)
