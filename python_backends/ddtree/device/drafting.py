@@ -7,14 +7,14 @@ instead of sessions; those are its reference in tests and the path of a CPU. Con
 tokens are committed (`extend`), and read from the pool through page tables; the block's own keys and values
 stay in the packed rows, where attention finds them.
 
-Linear modules are called as they are found at each pass, so whoever loads the drafter may replace them. This
-module knows no sessions, no requests and no graphs.
+This module knows no sessions, no requests and no graphs.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -27,6 +27,11 @@ from ddtree.device.rows import DeviceRows, Sight
 from ddtree.kv_cache import KvPool
 from ddtree.models.dflash import DFlashDraft
 from ddtree.models.dflash2 import BlockConvolution
+
+if TYPE_CHECKING:
+    from ddtree.device.fused_layers import MakeLinear  # imports transformers
+
+_Product = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -42,10 +47,35 @@ class DeviceCandidates:
 
 
 @dataclass(frozen=True)
+class _Products:
+    """The matrix products of a layer."""
+
+    qkv: _Product
+    output: _Product
+    gate_up: _Product  # silu of the gate times the other half
+    down: _Product
+
+    @classmethod
+    def of(cls, layer: Any, linear: MakeLinear | None) -> _Products:
+        attention, mlp = layer.self_attn, layer.mlp
+        if linear is None:
+            return cls(
+                attention.qkv_proj, attention.o_proj, lambda rows: gate(mlp.gate_up_proj(rows)), mlp.down_proj
+            )
+        return cls(
+            linear(attention.qkv_proj.weight, attention.qkv_proj.bias),
+            linear(attention.o_proj.weight, attention.o_proj.bias),
+            linear(mlp.gate_up_proj.weight, None, gated=True),
+            linear(mlp.down_proj.weight, None),
+        )
+
+
+@dataclass(frozen=True)
 class _Layer:
     """A layer of the drafter and what its kernels must be told."""
 
-    modules: Any  # input_layernorm, self_attn, post_attention_layernorm, mlp, attention_conv, mlp_conv
+    modules: Any  # input_layernorm, post_attention_layernorm, attention_conv, mlp_conv
+    products: _Products
     heads: Heads
     sight: Sight
     scoring: Scoring
@@ -74,6 +104,7 @@ class DeviceDraft:
         pool: KvPool,
         *,
         top: TopChoice = top_candidates,
+        linear: MakeLinear | None = None,
     ) -> None:
         """Look up what stays the same from pass to pass.
 
@@ -84,6 +115,7 @@ class DeviceDraft:
             target_ids: `[V]` int64 when the head is the draft's own, the token that each of its outputs is.
             pool: the drafter's context cache.
             top: what picks the candidates.
+            linear: makes the matrix products of layers and context; None: the model's own modules.
         """
         config = model.config
         self._model, self._config, self._pool, self._top = model, config, pool, top
@@ -92,14 +124,17 @@ class DeviceDraft:
         # Yarn stretches sine and cosine; the cosine of no turn at all says by how much.
         scale = at_zero.cos.reshape(-1)[:1].contiguous()
         self._angles = Angles(model.rotary.inverse_frequencies, scale)
-        self._layers = tuple(self._describe(index) for index in range(len(config.layers)))
+        projection = model.context_kv_proj
+        self._context: _Product = projection if linear is None else linear(projection.weight, projection.bias)
+        self._layers = tuple(self._describe(index, linear) for index in range(len(config.layers)))
 
-    def _describe(self, index: int) -> _Layer:
+    def _describe(self, index: int, linear: MakeLinear | None) -> _Layer:
         config, modules = self._config, self._model.layers[index]
         attention = config.layers[index]
         norms: Any = modules.self_attn
         return _Layer(
             modules=modules,
+            products=_Products.of(modules, linear),
             heads=Heads(
                 config.num_heads, config.num_kv_heads, config.head_dim,
                 norms.qk_norm[0], norms.qk_norm[config.num_heads], config.rms_norm_eps,
@@ -164,7 +199,7 @@ class DeviceDraft:
                 anything and is stored nowhere.
             rows: page table, and lengths before these tokens.
         """
-        packed = self._model.context_kv_proj(features.flatten(0, 1))
+        packed = self._context(features.flatten(0, 1))
         norm = self._model.context_k_norm.flatten(0, 1)
         context = ContextKv(packed, norm, self._config.rms_norm_eps, self._angles)
         keep_context(context, counts, rows, self._pool.keys_values)
@@ -184,22 +219,21 @@ class DeviceDraft:
             update = self._after(inner, self._attend(layer, inner.rows, start, rows))
             normed, hidden = add_norm(hidden, update, modules.post_attention_layernorm.weight, eps)
             inner = self._before(modules.mlp_conv, normed)
-            gated = gate(modules.mlp.gate_up_proj(inner.rows))
-            update = self._after(inner, modules.mlp.down_proj(gated))
+            gated = layer.products.gate_up(inner.rows)
+            update = self._after(inner, layer.products.down(gated))
         normed, _ = add_norm(hidden, update, self._model.norm.weight, eps)
         return normed
 
     def _attend(self, layer: _Layer, inputs: torch.Tensor, start: Start, rows: DeviceRows) -> torch.Tensor:
         heads = layer.heads
-        packed = layer.modules.self_attn.qkv_proj(inputs)
+        packed = layer.products.qkv(inputs)
         turn(packed, start.cos, start.sin, heads, layer.keys, layer.values, start.nowhere)
         by_head = packed.view(rows.places, rows.rows, -1, heads.size)
         query, keys, values = by_head.split((heads.queries, heads.keys, heads.keys), 2)
         seen = tree_attention(
             query, keys, values, layer.keys, layer.values, rows, layer.sight, layer.scoring
         )  # fmt: skip
-        output: torch.Tensor = layer.modules.self_attn.o_proj(seen.view(len(inputs), -1))
-        return output
+        return layer.products.output(seen.view(len(inputs), -1))
 
     def _before(self, convolution: BlockConvolution | None, normed: torch.Tensor) -> _Convolved:
         """Pass a sub-layer's input through the first of DFlash 2's convolutions, where there are any."""

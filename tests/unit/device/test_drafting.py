@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ddtree.device.drafting import DeviceCandidates, DeviceDraft
 from ddtree.device.kernels.top import TopChoice, TopKernels, top_by_torch
+from ddtree.device.matmul_choice import SmallLinear
 from ddtree.device.rows import DeviceRows
 from ddtree.draft import Drafter, DrafterLimits
 from ddtree.kv_cache import CacheShape, KvPool
@@ -21,6 +22,9 @@ from ddtree.models.draft_checkpoint import open_checkpoint
 from ddtree.types import DraftRequest, DraftResult, SessionBatch
 from tests.fakes.device import DEVICE
 from tests.fakes.random_draft import DFLASH2, write_dflash2, write_draft, write_speculators
+
+if TYPE_CHECKING:
+    from ddtree.device.fused_layers import MakeLinear
 
 PAGE, PAGES, HIDDEN, VOCABULARY, BLOCK, WIDTH = 4, 4, 32, 50, 4, 7
 SMALL_TOP = TopKernels(groups=8, group=2)
@@ -68,6 +72,7 @@ class Pair:
         lives: Sequence[bool],
         dtype: torch.dtype = torch.float32,
         top: TopChoice = top_by_torch,
+        linear: MakeLinear | None = None,
     ) -> None:
         torch.manual_seed(5)
         self.lives, self.dtype, places = lives, dtype, len(lives)
@@ -86,7 +91,7 @@ class Pair:
             draft_hash="one", target_ids=self.target_ids,
         )  # fmt: skip
         self.pool = fresh_pool(model, places, dtype)
-        self.draft = DeviceDraft(model, embedding, head, self.target_ids, self.pool, top=top)
+        self.draft = DeviceDraft(model, embedding, head, self.target_ids, self.pool, top=top, linear=linear)
         self.rows = DeviceRows.empty(places, BLOCK, PAGES, PAGE, DEVICE)
         self.rows.page_table.copy_(torch.randperm(places * PAGES).view(places, PAGES))
         self.rows.depths.copy_(torch.arange(BLOCK))
@@ -209,6 +214,18 @@ def test_a_draft_with_a_vocabulary_of_its_own(tmp_path: Path) -> None:
 def test_half_floats(tmp_path: Path) -> None:
     folder = small(tmp_path, **WINDOWED, sliding_window=5, is_causal=False)
     Pair(folder, [True], HALF).round([6], [3])
+
+
+def test_with_products_of_a_maker(tmp_path: Path) -> None:
+    folder = small(tmp_path, attention_bias=True, num_hidden_layers=1, layer_types=None)
+    made = []
+
+    def make(weight: torch.Tensor, bias: torch.Tensor | None, *, gated: bool = False) -> nn.Module:
+        made.append(SmallLinear(weight, bias, gated=gated))
+        return made[-1]
+
+    Pair(folder, [True], linear=make).round([2], [3])
+    assert len(made) == 5
 
 
 def test_with_the_kernels_that_pick_candidates(tmp_path: Path) -> None:
