@@ -83,7 +83,7 @@ class WorkerGroup:
         workers: list[Worker] = []
         try:
             for rank in range(1, world):
-                workers.append(_start_worker(rank))  # noqa: PERF401 - those that started are ended below
+                workers.append(start_worker(rank))  # noqa: PERF401 - those that started are ended below
         except BaseException:
             _end(workers, limits.end_s)
             raise
@@ -234,7 +234,8 @@ def _check_free(world: int, first: torch.device) -> None:
         raise ConfigError(f"tensor_parallel above 1 needs device cuda or cpu, got {first}; set it to 1")
 
 
-def _start_worker(rank: int) -> Worker:
+def start_worker(rank: int) -> Worker:
+    """Start a worker process; it ends when the returned channel does, or with this process."""
     ours, theirs = socket.socketpair()
     with theirs:
         process = subprocess.Popen(

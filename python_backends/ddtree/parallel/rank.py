@@ -9,7 +9,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers.utils import logging as transformers_logging
 
 from ddtree.attention.plan import StepPlan
-from ddtree.models.probe import check_trees_work
 from ddtree.parallel import ranks
 from ddtree.parallel.commands import Command, Forward, Join, Load, MakePool, Move, Probe, WorkerPool
 from ddtree.parallel.shard import ShardTarget
@@ -37,7 +36,7 @@ class Rank:
         elif isinstance(command, Load):
             self._load(command)
         elif isinstance(command, Probe):
-            check_trees_work(self._loaded())
+            self._loaded().check_works()
         elif isinstance(command, Join):
             self._join(command)
 

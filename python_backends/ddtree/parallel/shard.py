@@ -18,8 +18,10 @@ from transformers import PreTrainedModel
 from transformers.distributed import DistributedConfig
 
 from ddtree.attention import sdpa
+from ddtree.errors import CheckpointError
 from ddtree.kv_cache import CacheShape
 from ddtree.models import loading
+from ddtree.models.probe import check_trees_work
 from ddtree.models.target import TargetModel
 from ddtree.parallel import ranks
 
@@ -53,6 +55,21 @@ class ShardTarget(TargetModel):
             )
         _take_out_of_dtensors(model)
         return cls(model, taps, mesh.size())
+
+    @torch.inference_mode()
+    def check_works(self) -> None:
+        """Try whether trees can be verified and logits come out whole, together with all ranks.
+
+        Raises:
+            CheckpointError: they cannot, or do not.
+        """
+        check_trees_work(self)
+        row = torch.zeros((1, self.config.hidden_size), dtype=self.dtype, device=self.device)
+        if (width := self.head(row).shape[-1]) != self.vocab_size:
+            raise CheckpointError(
+                f"target: the tensor-parallel plan of transformers for {type(self.model).__name__} gives "
+                f"{width} of {self.vocab_size} logits on each rank; set tensor_parallel to 1"
+            )
 
     def cache_shape(self, feature_size: int) -> CacheShape:
         """What one rank stores per KV slot: its own KV heads, and a feature of `feature_size` beside them."""

@@ -10,7 +10,6 @@ import torch
 from ddtree.attention.plan import StepPlan
 from ddtree.kv_cache import CacheShape, KvPool
 from ddtree.models import loading
-from ddtree.models.probe import check_trees_work
 from ddtree.models.target import TargetStep
 from ddtree.parallel.commands import Forward, Load, MakePool, Move, Probe
 from ddtree.parallel.division import check_division
@@ -75,7 +74,7 @@ class ParallelTarget:
         group.wait_loaded()
         group.tell(Probe())
         with group.together():
-            check_trees_work(shard)
+            shard.check_works()
         group.wait_loaded()
         return cls(group, shard)
 
