@@ -121,6 +121,8 @@ def _row_forms(kind: ProductKind) -> Iterator[Config]:
 
 
 def _tile_forms(kind: ProductKind, bucket: Bucket, processors: int) -> Iterator[Config]:
+    # Tiles of fewer than 64 rows go without Hopper's widest instruction: only for more programs.
+    is_small = kind.weight_rows < 64 * processors
     deep = 128 if kind.size % 128 == 0 else 64
 
     def split(block_n: int, block_k: int, programs: int, warps: int, stages: int) -> Config:
@@ -133,10 +135,11 @@ def _tile_forms(kind: ProductKind, bucket: Bucket, processors: int) -> Iterator[
         yield Config("dot", 64, deep, 1, 4, 6)  # 80 KiB in flight, a program for each processor
         yield split(64, deep, 2, 4, 4)
         yield split(64, 64, 3, 4, 6)
-        yield Config("dot", 32, deep, 1, 4, 6)
         yield Config("dot", 128, 64, 1, 4, 6)
         yield split(128, deep, 1, 8, 4)
-        yield Config("dot", 16, deep, 1, 4, 6)  # small weights: a program for every 16 rows
+        if is_small:
+            yield Config("dot", 32, deep, 1, 4, 6)
+            yield Config("dot", 16, deep, 1, 4, 6)
     elif bucket.most <= 80:
         yield Config("dot", 64, 64, 1, 4, 8)
         yield split(64, 64, 2, 4, 6)
@@ -144,15 +147,17 @@ def _tile_forms(kind: ProductKind, bucket: Bucket, processors: int) -> Iterator[
         yield Config("dot", 128, 64, 1, 8, 6)
         yield split(128, 64, 1, 8, 6)
         yield split(128, 64, 2, 8, 4)
-        yield Config("dot", 32, 64, 1, 4, 6)
+        if is_small:
+            yield Config("dot", 32, 64, 1, 4, 5)
     else:
         yield Config("dot", 128, 64, 1, 8, 5)
         yield split(128, 64, 1, 8, 5)
         yield split(128, 64, 2, 8, 3)
         yield Config("dot", 64, 64, 1, 4, 6)
         yield split(64, 64, 2, 4, 4)
-        yield Config("dot", 128, 128, 1, 8, 3)
-        yield Config("dot", 32, 64, 1, 4, 4)
+        yield Config("dot", 128, deep, 1, 8, 3)
+        if is_small:
+            yield Config("dot", 32, 64, 1, 4, 4)
 
 
 def _fits(config: Config, kind: ProductKind, bucket: Bucket) -> bool:

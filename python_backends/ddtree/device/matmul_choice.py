@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import nn
@@ -39,6 +39,7 @@ _GAIN = 0.99  # of the library's time: what wins by less wins by chance
 _TOLERANCES = {torch.float32: 1e-4, torch.float16: 2**-8, torch.bfloat16: 2**-6}
 
 Timer = Callable[[Callable[[], None]], float]  # microseconds of one call
+Gate = Callable[[torch.Tensor], torch.Tensor]  # as `eager_gate`
 Progress = Callable[[int, int], None]  # measurements done, and in all
 
 
@@ -58,19 +59,24 @@ class Multiply(Protocol):
         """The product, `[M, N]`."""
 
 
+def eager_gate(product: torch.Tensor) -> torch.Tensor:
+    """`silu` of the first half of the columns times the second: `[..., 2 * N]` to `[..., N]`."""
+    gate, up = product.chunk(2, dim=-1)
+    return functional.silu(gate) * up
+
+
 def library_product(
     rows: torch.Tensor,  # [..., K]
     weight: torch.Tensor,  # [N, K]; [2 * N, K] when gated
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,  # [..., N]
     *,
-    gated: bool = False,
+    gate: Gate | None = None,
 ) -> torch.Tensor:
-    """What kernels are measured against, `[..., N]`: PyTorch's own operators, one after another."""
+    """What kernels are measured against, `[..., N]`: PyTorch's product, and what follows one by one."""
     product = functional.linear(rows, weight, bias)
-    if gated:
-        gate, up = product.chunk(2, dim=-1)
-        product = functional.silu(gate) * up
+    if gate is not None:
+        product = gate(product)
     return product if residual is None else residual + product
 
 
@@ -84,14 +90,14 @@ class SmallLinear(nn.Module):
         choices: Mapping[int, Choice] | None = None,  # by the most rows of a bucket; may fill up later
         multiply: Multiply | None = None,
         *,
-        gated: bool = False,
+        gate: Gate | None = None,  # for a gated layer: what follows the library's product
     ) -> None:
         super().__init__()
         self.weight = _parameter(weight)
         self.bias = None if bias is None else _parameter(bias)
-        self.gated = gated
         self.in_features = weight.shape[1]
-        self.out_features = weight.shape[0] // (2 if gated else 1)
+        self.out_features = weight.shape[0] // (1 if gate is None else 2)
+        self._gate = gate
         self._choices = {} if choices is None else choices
         self._multiply = multiply
 
@@ -99,10 +105,11 @@ class SmallLinear(nn.Module):
         """Apply to rows `[..., K]`, and add a residual `[..., N]` to what comes out."""
         config = self.config_for(rows)
         if config is None or self._multiply is None:
-            return library_product(rows, self.weight, self.bias, residual, gated=self.gated)
+            return library_product(rows, self.weight, self.bias, residual, gate=self._gate)
         flat = rows.reshape(-1, self.in_features)
         beside = None if residual is None else residual.reshape(-1, self.out_features)
-        product = self._multiply(flat, self.weight, config, self.bias, beside, gated=self.gated)
+        is_gated = self._gate is not None
+        product = self._multiply(flat, self.weight, config, self.bias, beside, gated=is_gated)
         return product.view(*rows.shape[:-1], self.out_features)
 
     def config_for(self, rows: torch.Tensor) -> Config | None:
@@ -134,7 +141,9 @@ class MatmulChooser:
         self._device = device
         is_cuda = device.type == "cuda"
         self._timer = GraphTimer(device) if timer is None and is_cuda else timer
-        self._multiply = _kernels() if multiply is None and self._timer is not None else multiply
+        self._multiply, self._gate = multiply, cast(Gate, eager_gate)
+        if is_cuda:
+            self._use_kernels()
         properties = torch.cuda.get_device_properties(device) if is_cuda else None
         self._processors = 1 if properties is None else int(properties.multi_processor_count)
         self._cold_bytes = 0 if properties is None else 2 * int(properties.L2_cache_size)
@@ -144,19 +153,31 @@ class MatmulChooser:
         self._choices: dict[ProductKind, Choices] = {}
         self._weights: dict[ProductKind, torch.Tensor] = {}
 
+    def _use_kernels(self) -> None:
+        try:
+            from ddtree.device.kernels.layer import gate
+            from ddtree.device.kernels.matmul import multiply
+        except ImportError as error:
+            _LOG.warning("without Triton, products of few rows take twice as long as they need: %s", error)
+            return
+        self._multiply, self._gate = self._multiply or multiply, gate
+
     def linear(
         self,
-        weight: torch.Tensor,  # [N, K] contiguous; [2 * N, K], gate first, when gated
+        weight: torch.Tensor,  # [N, K]; [2 * N, K], gate first, when gated
         bias: torch.Tensor | None = None,
         *,
         gated: bool = False,
     ) -> SmallLinear:
         """A layer over the weight itself, not a copy; it follows the choices as they are made."""
+        gate = self._gate if gated else None
+        if not weight.is_contiguous():  # a slice of another, which kernels do not read
+            return SmallLinear(weight, bias, gate=gate)
         kind = ProductKind(weight.shape[0], weight.shape[1], weight.dtype, gated)
         if kind not in self._choices:
             self._choices[kind] = dict(self._stored.get(kind.name, {}))
             self._weights[kind] = weight.detach()
-        return SmallLinear(weight, bias, self._choices[kind], self._multiply, gated=gated)
+        return SmallLinear(weight, bias, self._choices[kind], self._multiply, gate=gate)
 
     def choices(self) -> dict[str, Choices]:
         """What was chosen so far, by the names of kinds and the most rows of buckets."""
@@ -210,8 +231,8 @@ class MatmulChooser:
 
             return timer(turn) / launches
 
-        expected = library_product(rows, weight, gated=kind.gated)
-        library = timed(partial(library_product, rows, gated=kind.gated))
+        usual = partial(library_product, rows, gate=self._gate if kind.gated else None)
+        expected, library = usual(weight), timed(usual)
         choice = Choice(None, library, library)
         configs = candidates(kind, bucket, self._processors)
         for config, is_right in zip(
@@ -257,12 +278,3 @@ class MatmulChooser:
 def _parameter(tensor: torch.Tensor) -> nn.Parameter:
     """The same storage, under the names that a state dict has for a linear layer."""
     return tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor, requires_grad=False)
-
-
-def _kernels() -> Multiply | None:
-    try:
-        from ddtree.device.kernels.matmul import multiply
-    except ImportError as error:
-        _LOG.info("without kernels, every product is the library's: %s", error)
-        return None
-    return multiply

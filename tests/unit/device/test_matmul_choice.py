@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from ddtree.device.kernels.matmul import multiply
 from ddtree.device.matmul_candidates import BUCKETS, Bucket, Config, ProductKind, bucket_of, candidates
-from ddtree.device.matmul_choice import MatmulChooser, SmallLinear, library_product
+from ddtree.device.matmul_choice import MatmulChooser, SmallLinear, eager_gate, library_product
 from ddtree.device.matmul_file import Choice, ChoiceFile
 from tests.fakes.device import DEVICE
 
@@ -49,7 +49,7 @@ class Bench:
         self.used.append((config, len(rows)))
         if self.broken(config):
             raise RuntimeError("out of resource: shared memory")
-        product = library_product(rows, weight, bias, residual, gated=gated)
+        product = library_product(rows, weight, bias, residual, gate=eager_gate if gated else None)
         if self.wrong(config):
             product[-1, -1] += 1.0 + product.abs().max()
         return product
@@ -145,6 +145,16 @@ def test_a_gated_layer_has_choices_of_its_own() -> None:
     assert torch.equal(gated(rows), functional.silu(gate) * up)
     assert plain(rows).shape == (3, 64)
     assert set(chooser.choices()) == {"64x64 bfloat16", "64x64 bfloat16 gated"}
+
+
+def test_a_slice_of_a_weight_is_the_librarys() -> None:
+    bench = Bench(lambda config, _: 5.0 if config else 10.0)
+    chooser = bench.chooser()
+    weight, rows = weight_of(64, 96), torch.randn(3, 64).to(BF16)
+    linear = chooser.linear(weight[:, 16:80])
+    chooser.tune()
+    assert torch.equal(linear(rows), functional.linear(rows, weight[:, 16:80]))
+    assert bench.measured == 0
 
 
 def test_layers_alike_are_measured_once() -> None:
@@ -259,7 +269,9 @@ def test_our_kernels_are_right_in_every_bucket(caplog: pytest.LogCaptureFixture)
     linear, _ = chooser.linear(weight), chooser.linear(weight, gated=True)
     chooser.tune()
     assert not [line for line in caplog.messages if "off by" in line or "cannot run" in line]
-    assert len(launched) == 2 * sum(len(all_for(weight, bucket)) for bucket in BUCKETS)
+    kinds = [ProductKind(32, 128, BF16, gated) for gated in (False, True)]
+    forms = [candidates(kind, bucket, chooser._processors) for kind in kinds for bucket in BUCKETS]
+    assert len(launched) == sum(map(len, forms))
     for rows in (1, 9, 65):
         inputs = torch.randn(rows, 128).to(DEVICE, BF16)
         assert linear.config_for(inputs) is not None
