@@ -7,6 +7,7 @@ how far it is from PyTorch's result; it is where the list of candidates is chose
 from __future__ import annotations
 
 import argparse
+import os
 import time
 from collections.abc import Callable
 from functools import partial
@@ -74,12 +75,14 @@ def compare(console: Console, kind: ProductKind, buckets: list[int], device: tor
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", default="cuda", help="cpu: tiny shapes, in Triton's interpreter")
+    parser.add_argument("--device", default="cuda", help="cpu: one tiny shape, with TRITON_INTERPRET=1")
     parser.add_argument("--model", choices=sorted(SHAPES), default="qwen3-8b")
     parser.add_argument("--buckets", type=int, nargs="*", default=[bucket.most for bucket in BUCKETS])
     parser.add_argument("--gated", action="store_true", help="only the third shape, with its gate")
     chosen = parser.parse_args()
     device = torch.device(chosen.device)
+    if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        parser.error("on a CPU kernels run in Triton's interpreter only: set TRITON_INTERPRET=1")
     shapes = SHAPES["tiny" if device.type == "cpu" else chosen.model]
     console = Console(width=120, highlight=False)
     for weight_rows, size in shapes[2:3] or shapes if chosen.gated else shapes:

@@ -22,6 +22,9 @@ class GraphTimer:
         self._device = device
         # One for all measurements: the library keeps tens of MiB of workspace for every stream it has seen.
         self._stream = torch.cuda.Stream(device)
+        # And one pool, which lives as long as a graph of it: else each would leave its own memory behind.
+        self._pool = torch.cuda.graph_pool_handle()
+        self._last: torch.cuda.CUDAGraph | None = None
 
     def __call__(self, run: Callable[[], None]) -> float:
         """Microseconds of one call of `run`, the median of a few; called twice, the second time captured."""
@@ -33,11 +36,12 @@ class GraphTimer:
                 run()
                 stream.synchronize()
                 # Not `torch.cuda.graph`: it collects garbage first, which takes longer than the measurement.
-                graph.capture_begin()
+                graph.capture_begin(self._pool, capture_error_mode="thread_local")
                 try:
                     run()
                 finally:
                     graph.capture_end()
+                self._last = graph
                 marks = [torch.cuda.Event(enable_timing=True) for _ in range(_COUNTED + 1)]
                 for _ in range(_WARM):
                     graph.replay()

@@ -143,17 +143,20 @@ def _tile_forms(kind: ProductKind, bucket: Bucket, processors: int) -> Iterator[
     elif bucket.most <= 80:
         yield Config("dot", 64, 64, 1, 4, 8)
         yield split(64, 64, 2, 4, 6)
-        yield Config("dot", 64, deep, 1, 4, 4)
+        # Every program reads the step's rows as well, from L2: the taller its tile, the less that adds.
         yield Config("dot", 128, 64, 1, 8, 6)
         yield split(128, 64, 1, 8, 6)
         yield split(128, 64, 2, 8, 4)
+        yield Config("dot", 256, 64, 1, 8, 4)
+        yield split(256, 64, 1, 8, 4)
         if is_small:
             yield Config("dot", 32, 64, 1, 4, 5)
     else:
         yield Config("dot", 128, 64, 1, 8, 5)
         yield split(128, 64, 1, 8, 5)
         yield split(128, 64, 2, 8, 3)
-        yield Config("dot", 64, 64, 1, 4, 6)
+        yield Config("dot", 256, 64, 1, 8, 4)
+        yield split(256, 64, 1, 8, 4)
         yield split(64, 64, 2, 4, 4)
         yield Config("dot", 128, deep, 1, 8, 3)
         if is_small:

@@ -140,15 +140,15 @@ class MatmulChooser:
     ) -> None:
         self._device = device
         is_cuda = device.type == "cuda"
-        self._timer = GraphTimer(device) if timer is None and is_cuda else timer
+        self._timer, can_time = timer, timer is not None or is_cuda
         self._multiply, self._gate = multiply, cast(Gate, eager_gate)
         if is_cuda:
             self._use_kernels()
         properties = torch.cuda.get_device_properties(device) if is_cuda else None
         self._processors = 1 if properties is None else int(properties.multi_processor_count)
         self._cold_bytes = 0 if properties is None else 2 * int(properties.L2_cache_size)
-        can_measure = self._timer is not None and self._multiply is not None
-        self._file = ChoiceFile.of(cache_folder, device) if cache_folder and can_measure else None
+        can_choose = can_time and self._multiply is not None
+        self._file = ChoiceFile.of(cache_folder, device) if cache_folder and can_choose else None
         self._stored = {} if self._file is None else self._file.read()
         self._choices: dict[ProductKind, Choices] = {}
         self._weights: dict[ProductKind, torch.Tensor] = {}
@@ -190,25 +190,36 @@ class MatmulChooser:
         What `limit_s` seconds leave no time for stays with the library until the next start. Takes device
         memory of twice L2 and the outputs of 256 rows while it lasts.
         """
-        if self._timer is None or self._multiply is None:
+        if self._multiply is None:
             return
+        end = time.monotonic() + limit_s
+        if self._timer is not None:
+            self._fill(self._timer, self._multiply, on_progress, end)
+        elif self._device.type == "cuda":
+            self._fill(GraphTimer(self._device), self._multiply, on_progress, end)
+            torch.cuda.empty_cache()  # for those who ask the device what is free
+
+    def _fill(self, timer: Timer, multiply: Multiply, on_progress: Progress | None, end: float) -> None:
         missing = {
             kind: [bucket for bucket in BUCKETS if bucket.most not in choices]
             for kind, choices in self._choices.items()
         }
-        total, done, end = sum(map(len, missing.values())), 0, time.monotonic() + limit_s
+        total, done = sum(map(len, missing.values())), 0
         for kind, buckets in missing.items():
             trial = None
             for bucket in buckets:
                 if time.monotonic() >= end:
                     break
                 trial = trial or _Trial(kind, self._copies(self._weights[kind]))
-                self._choices[kind][bucket.most] = self._measure(trial, bucket, self._timer, self._multiply)
+                try:
+                    self._choices[kind][bucket.most] = self._measure(trial, bucket, timer, multiply)
+                except RuntimeError as error:  # out of memory, for one
+                    _LOG.warning("%s, %d rows: stays with the library: %s", kind.name, bucket.timed, error)
                 done += 1
                 if on_progress is not None:
                     on_progress(done, total)
         if done < total:
-            _LOG.warning("%d of %d products were not measured within %.0f s", total - done, total, limit_s)
+            _LOG.warning("no time to measure %d of %d products: they stay the library's", total - done, total)
         if done and self._file is not None:
             self._file.write(self.choices())
 
