@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import torch
 
-from benchmarks.gpu.seam import WAYS
 from benchmarks.gpu.setting import Facts, Setting, found
 from benchmarks.gpu.shapes import PairShape, qwen36_27b, tiny_hybrid
 from benchmarks.gpu.stages import SHORT, Rows, measure_stages
@@ -22,11 +21,10 @@ _LAYER_BYTES = 800 << 20
 def measure_hybrid(setting: Setting) -> Facts:
     """Plain step and a verify of 65 rows, and what a session holds."""
     shape = tiny_hybrid() if setting.is_tiny else _fitting(setting.device)
-    rows = Rows(contexts={SHORT: 96 if setting.is_tiny else 1024}, verified=(65,), is_whole=False)
+    rows = Rows(contexts={SHORT: 96 if setting.is_tiny else 1024}, verified=(65,), has_rounds=False)
     facts = measure_stages(shape, rows, setting)
     facts["layers"] = int(shape.target.num_hidden_layers)
-    for name in WAYS:
-        way = facts["contexts"][SHORT]["ways"][name]
+    for way in facts["contexts"][SHORT]["ways"].values():
         plain, verified = found(way, "plain", "ms"), found(way, "verify", "65", "ms")
         if plain and verified:
             way["verify65_over_plain"] = verified / plain

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-WIDTH = 64  # candidates per draft position
-NEW_TOKENS = 5  # context tokens that a draft takes in: what a round has accepted, about
-
 
 @dataclass(frozen=True)
 class Placement:

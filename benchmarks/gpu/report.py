@@ -83,12 +83,21 @@ def _stage_table(shape: str, context: Mapping[str, Any]) -> Table:
     for title in (*ways, "memory limit"):
         shown.add_column(title, justify="right")
     verified = [("verify", rows) for rows in _verified(ways)]
-    rows: list[tuple[str, ...]] = [("plain",), *verified, ("draft",), ("build",), ("settle",), ("round",)]
+    rows: list[tuple[str, ...]] = [
+        ("plain",),
+        ("plain_with_host",),
+        *verified,
+        ("draft",),
+        ("build",),
+        ("round",),
+    ]
     for path in rows:
         cells = [found(way, *path) for way in ways.values()]
         if any(cells):
             limit = found(context, "limit_ms", path[0])
-            shown.add_row(" ".join(path), *map(_cell, cells), "" if limit is None else f"{limit:.2f}")
+            shown.add_row(
+                " ".join(path).replace("_", " "), *map(_cell, cells), "" if limit is None else f"{limit:.2f}"
+            )
     return shown
 
 

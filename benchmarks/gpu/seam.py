@@ -1,8 +1,8 @@
 """What the benchmark asks of whoever runs a round, and who there is.
 
 A bench is opened over a pair of models at a fixed context length and batch. Every method may be called again
-and again and does the same work each time: what it changes, it or the next call puts back. This is the one
-place that names the product's ways of running a round.
+and again and does the same work each time: what it changes, it puts back or the next call overwrites. This is
+the one place that names the product's ways of running a round.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
+
+import torch
 
 from benchmarks.gpu.eager import EagerRound
 from benchmarks.gpu.placement import Placement
@@ -19,23 +21,23 @@ from benchmarks.gpu.shapes import RandomPair
 class RoundBench(Protocol):
     """One way of running rounds, at a fixed place."""
 
-    def plain(self) -> None:
-        """One step of plain decoding: one row a sequence, its token, its commit."""
+    def plain(self) -> Mapping[str, float]:
+        """One step of plain decoding: one row a sequence, its token on the host, its commit.
 
-    def verify(self, nodes: int) -> None:
-        """The target's forward over root and `nodes` draft nodes a sequence, and the token of every row."""
+        Returns:
+            `verify`: milliseconds that the device took.
+        """
 
-    def draft(self) -> None:
-        """One draft: new context taken in, the block's forward, the best 64 candidates of each position."""
+    def verify(self, nodes: int) -> torch.Tensor:
+        """The target's forward over root and `nodes` draft nodes a sequence; gives the token of every row."""
 
-    def build(self, nodes: int) -> None:
-        """Trees of `nodes` nodes from the candidates of the last draft."""
+    def round(self, nodes: int) -> Mapping[str, float]:
+        """A whole round; the accepted tokens are on the host when it returns.
 
-    def settle(self, nodes: int) -> None:
-        """Acceptance walk and commit after the last `verify`, which must have had as many nodes."""
-
-    def round(self, nodes: int) -> None:
-        """A whole round; the accepted tokens are on the host when it returns."""
+        Returns:
+            Milliseconds that the device took: `draft`, with the best candidates of each position; `build`;
+            `verify`, with walk and commit.
+        """
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,26 @@ class Way:
 
     title: str
     open: Callable[[RandomPair, Placement], RoundBench]
+    prepare: Callable[[RandomPair], object] | None = None  # once per pair; what it does to the models stays
+    needs_gpu: bool = True
 
 
-# The last one that opens is what the summary is taken from.
-WAYS: Mapping[str, Way] = {"eager": Way("stage objects, PyTorch's operators", EagerRound)}
+def _on_device(pair: RandomPair, place: Placement) -> RoundBench:
+    # Its kernels are imported where they run: not every installation has Triton's language.
+    from benchmarks.gpu.on_device import DeviceRound
+
+    return DeviceRound(pair, place)
+
+
+def _fuse(pair: RandomPair) -> None:
+    from benchmarks.gpu.on_device import fuse_target
+
+    fuse_target(pair)
+
+
+# In this order; the last one that runs is what the summary is taken from.
+WAYS: Mapping[str, Way] = {
+    "eager": Way("stage objects, PyTorch's operators", EagerRound, needs_gpu=False),
+    "graphs": Way("whole rounds on the device, as captured graphs", _on_device),
+    "fused": Way("the same with fused layers and measured products", _on_device, prepare=_fuse),
+}

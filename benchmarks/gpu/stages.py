@@ -1,7 +1,7 @@
-"""The parts of a round at one shape, each by itself and the round as a whole, by every way there is.
+"""The parts of a round at one shape, and the round as a whole, by every way there is.
 
-`plain`, `verify`, `draft`, `build` and `settle` are timed on the device's clock, `round` by the host's from
-its call until the tokens are there. What a round takes beyond the sum of its parts is the host's share.
+`verify` is timed by the device's events, `round` by the host's clock from its call until the tokens are here;
+in between a way says itself what its parts took on the device. What a round takes beyond those is the host's.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from benchmarks.gpu.placement import Placement
 from benchmarks.gpu.seam import WAYS, Way
 from benchmarks.gpu.setting import Facts, Setting, free, one_line
 from benchmarks.gpu.shapes import PairShape, RandomPair, make_pair
-from benchmarks.gpu.timing import time_ms, wall_ms
+from benchmarks.gpu.timing import time_ms, time_parts
 
 VERIFIED_ROWS = (17, 33, 65, 129, 257)
 ROUND_NODES = 64
@@ -29,71 +29,97 @@ class Rows:
 
     contexts: Mapping[str, int] = field(default_factory=lambda: {SHORT: 1024, LONG: 16384})
     verified: Sequence[int] = VERIFIED_ROWS
-    is_whole: bool = True  # draft, build, settle and round too
+    has_rounds: bool = True
 
     @property
     def count(self) -> int:
-        """Numbers of one context and way."""
-        return 1 + len(self.verified) + (4 if self.is_whole else 0)
+        """Measurements of one context and way."""
+        return 1 + len(self.verified) + self.has_rounds
 
 
 def measure_stages(shape: PairShape, rows: Rows, setting: Setting) -> Facts:
     """Measure every row of a shape; a way that fails says why and does not end the others."""
+    setting.note(f"{shape.name}: making the weights")
     pair = make_pair(shape, setting.device, setting.dtype)
-    seconds = min(_MOST_SECONDS, setting.seconds / (len(rows.contexts) * len(WAYS) * rows.count))
-    facts: Facts = {
+    ways = {name: way for name, way in WAYS.items() if setting.device.type == "cuda" or not way.needs_gpu}
+    seconds = min(_MOST_SECONDS, setting.seconds / (len(rows.contexts) * len(ways) * rows.count))
+    contexts: dict[str, Facts] = {
+        label: {"tokens": context, "limit_ms": _limits(pair, context, setting), "ways": {}}
+        for label, context in rows.contexts.items()
+    }
+    for name, way in ways.items():
+        refused = _prepared(way, pair)
+        for label, context in rows.contexts.items():
+            setting.note(f"{shape.name}, {name}, context {context}")
+            measured = refused or _tried(way, pair, Placement(context, most_nodes=max(rows.verified) - 1),
+                                         rows, setting, seconds)  # fmt: skip
+            contexts[label]["ways"][name] = measured
+            free(setting.device)
+    return {
         "shape": shape.name,
         "dtype": str(setting.dtype).removeprefix("torch."),
         "plain_bytes": pair.plain_bytes,
         "draft_bytes": pair.draft_bytes,
         "state_bytes_per_sequence": pair.state_bytes,
-        "contexts": {},
+        "contexts": contexts,
     }
-    for label, context in rows.contexts.items():
-        at: Facts = {"tokens": context, "limit_ms": _limits(pair, context, setting), "ways": {}}
-        facts["contexts"][label] = at
-        for name, way in WAYS.items():
-            setting.note(f"{shape.name}, context {context}, {name}")
-            try:
-                at["ways"][name] = _measure_way(way, pair, Placement(context), rows, setting, seconds)
-            except Exception as error:  # noqa: BLE001 - whatever it is, it is this way's own
-                at["ways"][name] = {"error": one_line(error)}
-            free(setting.device)
-    return facts
 
 
-def _measure_way(
+def _prepared(way: Way, pair: RandomPair) -> Facts | None:
+    """Prepare a way; gives what to say of it if that fails."""
+    try:
+        if way.prepare is not None:
+            way.prepare(pair)
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is this way's own
+        return {"error": one_line(error)}
+    return None
+
+
+def _tried(
     way: Way, pair: RandomPair, place: Placement, rows: Rows, setting: Setting, seconds: float
 ) -> Facts:
-    device = setting.device
+    try:
+        return measure_way(way, pair, place, rows, setting.device, seconds)
+    except Exception as error:  # noqa: BLE001 - the same
+        return {"error": one_line(error)}
+
+
+def measure_way(
+    way: Way, pair: RandomPair, place: Placement, rows: Rows, device: torch.device, seconds: float
+) -> Facts:
+    """Every row of one way at one place, about `seconds` each."""
     before = _reserved(device)
     bench = way.open(pair, place)
-
-    def timed(call: Callable[[], object]) -> Facts:
-        return time_ms(call, device, seconds=seconds).to_json()
+    opened = _reserved(device)
 
     def verify(nodes: int) -> Callable[[], object]:
         return lambda: bench.verify(nodes)
 
-    facts: Facts = {"title": way.title, "plain": timed(bench.plain)}
-    facts["verify"] = {str(count): timed(verify(count - 1)) for count in rows.verified}
-    if rows.is_whole:
-        facts["draft"] = timed(bench.draft)
-        facts["build"] = timed(lambda: bench.build(ROUND_NODES))
-        bench.verify(ROUND_NODES)
-        facts["settle"] = timed(lambda: bench.settle(ROUND_NODES))
-        facts["round"] = wall_ms(lambda: bench.round(ROUND_NODES), device, seconds=seconds).to_json()
-        facts["parts"] = _parts(facts)
-    facts["memory_mib"] = (_reserved(device) - before) / 2**20
+    whole, parts = time_parts(bench.plain, device, seconds=seconds)
+    facts: Facts = {
+        "title": way.title,
+        "memory_mib": (opened - before) / 2**20,  # of cache and graphs
+        "plain": parts["verify"].to_json(),
+        "plain_with_host": whole.to_json(),
+        "verify": {
+            str(count): time_ms(verify(count - 1), device, seconds=seconds).to_json()
+            for count in rows.verified
+        },
+    }
+    if rows.has_rounds:
+        whole, parts = time_parts(lambda: bench.round(ROUND_NODES), device, seconds=seconds)
+        facts["round"] = whole.to_json()
+        facts["draft"], facts["build"] = parts["draft"].to_json(), parts["build"].to_json()
+        verified = float(facts["verify"][str(ROUND_NODES + 1)]["ms"])
+        facts["parts"] = {
+            "draft": parts["draft"].ms,
+            "build": parts["build"].ms,
+            "verify": verified,
+            "settle": parts["verify"].ms - verified,
+            # Below zero where parts overlap.
+            "host": whole.ms - sum(part.ms for part in parts.values()),
+        }
     return facts
-
-
-def _parts(facts: Facts) -> dict[str, float]:
-    """Where a round's milliseconds go."""
-    parts = {name: float(facts[name]["ms"]) for name in ("draft", "build", "settle")}
-    parts["verify"] = float(facts["verify"][str(ROUND_NODES + 1)]["ms"])
-    # Below zero where parts overlap in a round.
-    return {**parts, "host": float(facts["round"]["ms"]) - sum(parts.values())}
 
 
 def _limits(pair: RandomPair, context: int, setting: Setting) -> Facts:

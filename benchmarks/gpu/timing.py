@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -78,6 +78,28 @@ def time_ms(call: Callable[[], object], device: torch.device, *, seconds: float 
 def wall_ms(call: Callable[[], object], device: torch.device, *, seconds: float = 1.0) -> Timing:
     """Milliseconds from before a call until the device has done all of it, the host's work included."""
     return Timing.of([_once(call, device) for _ in range(_runs(call, device, seconds))])
+
+
+def time_parts(
+    call: Callable[[], Mapping[str, float]], device: torch.device, *, seconds: float = 1.0
+) -> tuple[Timing, dict[str, Timing]]:
+    """A call as a whole by the host's clock, and its parts by what it says of them itself.
+
+    Args:
+        call: gives milliseconds by part; the same parts each time.
+        device: where it runs.
+        seconds: about how long all runs may take.
+    """
+    whole: list[float] = []
+    parts: dict[str, list[float]] = {}
+    for _ in range(_runs(call, device, seconds)):
+        started = time.perf_counter()
+        said = call()
+        synchronise(device)
+        whole.append((time.perf_counter() - started) * 1e3)
+        for name, ms in said.items():
+            parts.setdefault(name, []).append(ms)
+    return Timing.of(whole), {name: Timing.of(samples) for name, samples in parts.items()}
 
 
 def captured(call: Callable[[], object], device: torch.device, times: int) -> Callable[[], object]:

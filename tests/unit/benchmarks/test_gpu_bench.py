@@ -17,8 +17,10 @@ from benchmarks.gpu.limits import MemoryLimits
 from benchmarks.gpu.placement import Placement
 from benchmarks.gpu.read_kernel import programs_for, sum_all
 from benchmarks.gpu.run import main
+from benchmarks.gpu.seam import WAYS
 from benchmarks.gpu.shapes import make_pair, qwen3_8b, qwen36_27b, tiny_hybrid, tiny_qwen3
-from benchmarks.gpu.timing import Timing
+from benchmarks.gpu.stages import SHORT, Rows, measure_way
+from benchmarks.gpu.timing import Timing, time_parts
 from tests.fakes.device import DEVICE
 from tests.fakes.tiny_models import make_draft, make_target
 
@@ -72,7 +74,8 @@ def test_a_round_is_its_parts_and_the_hosts_share(rehearsed: Path) -> None:
         assert set(way["verify"]) == {"17", "65"}
         assert sum(way["parts"].values()) == pytest.approx(way["round"]["ms"], abs=1e-3)
         assert 0 < facts["limit_ms"]["draft"] < way["draft"]["ms"]
-        for name in ("plain", "draft", "build", "settle", "round"):
+        assert set(way["parts"]) == {"draft", "build", "verify", "settle", "host"}
+        for name in ("plain", "plain_with_host", "draft", "build", "round"):
             assert 0 < way[name]["p10"] <= way[name]["ms"] <= way[name]["p90"]
 
 
@@ -135,13 +138,26 @@ def test_the_summary_is_of_the_last_way_that_ran() -> None:
 def test_a_bench_can_be_replayed(shape: Any) -> None:
     pair = make_pair(shape, torch.device("cpu"), torch.float32)
     bench = EagerRound(pair, Placement(context=70, batch=2, most_nodes=16))
+    tokens = bench.verify(16)
     for _ in range(3):
-        bench.plain()
-        bench.verify(16)
-        bench.settle(16)
-        bench.round(16)
-    with pytest.raises(AssertionError, match="another size"):
-        bench.settle(8)
+        assert set(bench.plain()) == {"verify"}
+        assert set(bench.round(16)) == {"draft", "build", "verify"}
+        if shape.target.model_type == "qwen3":  # a recurrent state has moved on, as it should
+            assert torch.equal(bench.verify(16), tokens)
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, way in WAYS.items() if DEVICE.type == "cuda" or not way.needs_gpu]
+)
+def test_every_way_gives_every_number(name: str) -> None:
+    dtype = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
+    pair, rows = make_pair(tiny_qwen3(), DEVICE, dtype), Rows({SHORT: 70}, verified=(17, 65))
+    if (prepare := WAYS[name].prepare) is not None:
+        prepare(pair)
+    facts = measure_way(WAYS[name], pair, Placement(70, most_nodes=64), rows, DEVICE, seconds=0.01)
+    assert set(facts["verify"]) == {"17", "65"}
+    assert facts["parts"]["verify"] == facts["verify"]["65"]["ms"]
+    assert facts["round"]["ms"] == pytest.approx(sum(facts["parts"].values()))
 
 
 def test_the_sizes_are_those_of_the_public_models() -> None:
@@ -169,6 +185,13 @@ def test_the_read_kernel_reads_everything() -> None:
     sum_all(source, sums)
     difference = int(sums.cpu().long().sum()) - int(source.cpu().long().sum())
     assert difference % 2**32 == 0
+
+
+def test_parts_are_what_the_call_says_and_the_whole_is_the_clocks() -> None:
+    whole, parts = time_parts(lambda: {"draft": 2.0, "verify": 5.0}, torch.device("cpu"), seconds=0.01)
+    assert {name: timing.ms for name, timing in parts.items()} == {"draft": 2.0, "verify": 5.0}
+    assert whole.runs == parts["draft"].runs >= 5
+    assert whole.ms < 1
 
 
 def test_times_and_limits_in_numbers() -> None:
