@@ -7,7 +7,7 @@ first token. In batches a number of sequences is kept running, and all tokens co
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -84,11 +84,15 @@ def measure_demo(setting: Setting) -> Facts:
         facts["same_as_plain"] = _agreement(runs)
         peer = None
         free(setting.device)
-        facts["batches"] = _decode_batches(setting, jobs, engine, batches)
+        facts["batches"] = []
+        for row in _decode_batches(setting, jobs, engine, batches):
+            facts["batches"].append(row)
+    except Exception as error:  # noqa: BLE001 - what was measured before it stays
+        facts["error"] = one_line(error)
     finally:
         engine.close()
         free(setting.device)
-    ratios = [row["tree_over_plain"] for row in facts["batches"] if "tree_over_plain" in row]
+    ratios = [row["tree_over_plain"] for row in facts.get("batches", ()) if "tree_over_plain" in row]
     facts["worst_batch_tree_over_plain"] = min(ratios) if len(ratios) == len(batches) else None
     return facts
 
@@ -161,13 +165,12 @@ def _agreement(runs: Runs) -> dict[str, int]:
 
 def _decode_batches(
     setting: Setting, jobs: Sequence[Job], engine: EnginePlayer, batches: Sequence[int]
-) -> list[Facts]:
+) -> Iterator[Facts]:
     """A row per batch; those the time does not reach are named with the reason."""
-    rows: list[Facts] = []
     deadline = time.perf_counter() + setting.seconds * (1 - _SHARE_ALONE)
     for batch in batches:
         if time.perf_counter() > deadline and not setting.is_tiny:
-            rows.append({"batch": batch, "skipped": "the section's time was over; raise --seconds"})
+            yield {"batch": batch, "skipped": "the section's time was over; raise --seconds"}
             continue
         many = [jobs[at % len(jobs)] for at in range(max(len(jobs), _REQUESTS_PER_PLACE * batch))]
         turns: dict[str, list[Served]] = {}
@@ -181,8 +184,7 @@ def _decode_batches(
                     turns.setdefault(way.draft_mode, []).append(served)
             if repeat and time.perf_counter() > deadline:
                 break
-        rows.append(_row(batch, turns))
-    return rows
+        yield _row(batch, turns)
 
 
 def _row(batch: int, turns: Mapping[str, Sequence[Served]]) -> Facts:

@@ -12,7 +12,16 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from benchmarks.gpu.opened import WIDTH, OpenedStages, batch_of, ints, made_up_trees, rewind, tree_request
+from benchmarks.gpu.opened import (
+    ROOT,
+    WIDTH,
+    OpenedStages,
+    batch_of,
+    ints,
+    made_up_trees,
+    rewind,
+    tree_request,
+)
 from benchmarks.gpu.placement import Placement
 from benchmarks.gpu.shapes import RandomPair
 from ddtree.attention.plan import Segment, StepPlan
@@ -62,7 +71,7 @@ class EagerRound:
             for at, session in enumerate(self._sessions)
         )
         plan = StepPlan.build(self._stages.verifier.pool, segments)
-        tokens = nn.functional.pad(trees.tokens.long(), (1, 0)).flatten()
+        tokens = nn.functional.pad(trees.tokens.long(), (1, 0), value=ROOT).flatten()
         step = self._pair.target.forward(tokens, plan, torch.arange(len(tokens), device=self._device))
         return choose(step.logits)
 
@@ -84,7 +93,7 @@ class EagerRound:
                 context_ids=ints(batch * _NEW_TOKENS, 0),
                 context_features=self._new,
                 counts=ints(batch, _NEW_TOKENS),
-                root_tokens=ints(batch, 1),
+                root_tokens=ints(batch, ROOT),
                 reserve=ints(batch, self._stages.slots),
                 depth=self._pair.shape.draft.draft_positions,
                 width=WIDTH,
@@ -96,7 +105,9 @@ class EagerRound:
     def _check(self, trees: TreeBatch) -> None:
         """Verify, walk and commit; the tokens are on the host afterwards."""
         batch, context = self._place.batch, self._place.context
-        verdict = self._stages.verifier.verify(VerifyRequest(batch_of(batch, context), ints(batch, 1), trees))
+        verdict = self._stages.verifier.verify(
+            VerifyRequest(batch_of(batch, context), ints(batch, ROOT), trees)
+        )
         assert not verdict.status.any(), "the sessions are there"
         verdict.accepted_tokens.tolist()
         verdict.bonus_tokens.tolist()

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
-from benchmarks.gpu.opened import OpenedStages, batch_of, ints, made_up_trees, rewind
+from benchmarks.gpu.opened import ROOT, OpenedStages, batch_of, ints, made_up_trees, rewind
 from benchmarks.gpu.placement import Placement
 from benchmarks.gpu.shapes import RandomPair
 from ddtree.device.buffers import CacheSize, StepSize
@@ -59,7 +59,7 @@ class DeviceRound:
         """The captured step alone, over a tree that stands in its buffers already."""
         if self._filled is None or self._filled[0] != nodes:
             self._filled = (nodes, self._fill(nodes))
-        return self._steps.run(self._filled[1]).next_tokens
+        return self._steps.run(self._filled[1]).next_tokens[:, : nodes + 1].flatten()
 
     def round(self, nodes: int) -> Mapping[str, float]:
         """A round of one call."""
@@ -74,7 +74,7 @@ class DeviceRound:
             RoundRequest(
                 sessions=batch_of(batch, context),
                 draft_epochs=ints(batch, epoch),
-                root_tokens=ints(batch, 1),
+                root_tokens=ints(batch, ROOT),
                 budgets=ints(batch, nodes),
                 depths=ints(batch, self._pair.shape.draft.draft_positions),
                 is_chain=torch.zeros(batch, dtype=torch.bool),
@@ -93,7 +93,7 @@ class DeviceRound:
         buffers = self._steps.buffers[size]
         buffers.clear()
         for place, session in enumerate(self._sessions):
-            buffers.put(place, session, 1)
+            buffers.put(place, session, ROOT)
         buffers.put_trees(made_up_trees(self._pair, self._place.batch, nodes))
         buffers.box.send()
         return size

@@ -17,6 +17,7 @@ from ddtree.types import SessionBatch, TreeBatch, TreeRequest
 from ddtree.verify import TargetVerifier, VerifierLimits
 
 WIDTH = 64  # candidates per draft position
+ROOT = 1  # every sequence's root token
 _PAGE_SIZE = 64
 _FOREVER_S = 1e9
 _BEST_PROBABILITY, _FALL = 0.6, 0.35  # of a made-up position's first candidate, and from one to the next
@@ -57,8 +58,9 @@ class OpenedStages:
         return cls(verifier, drafter, slots)
 
     def open(self, table: SessionTable, pool: KvPool, count: int, length: int) -> list[Session]:
-        """Open sessions; what is cached of them is noise."""
-        pool.keys_values.normal_()
+        """Open sessions; what is cached of them is noise, the same each time."""
+        noise = torch.Generator(pool.keys_values.device).manual_seed(0)
+        pool.keys_values.normal_(generator=noise)
         opened = []
         for session_id in range(count):
             session = table.open(session_id, 0, self.slots)

@@ -5,6 +5,7 @@ Chooses what runs and where, and keeps the progress bar. What is measured is in 
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -31,6 +32,7 @@ from benchmarks.gpu.topologies import measure_topologies
 _HERE = Path(__file__).resolve().parent
 _LIMIT_SECONDS = 4.0
 _LOG_WIDTH = 130
+_MOST_WARNINGS = 20  # of one section
 
 
 def measure_qwen3(setting: Setting) -> Facts:
@@ -70,9 +72,9 @@ def run(setting: Setting, sections: tuple[str, ...], out: Path, console: Console
         for done, name in enumerate(sections):
             facts = _measure(name, replace(setting, note=lambda what, done=done: show(done, what)))  # type: ignore[misc]
             results.add(name, facts)
-            for key in ("skipped", "error"):
-                if key in facts:
-                    console.print(f"[yellow]{name} {key}:[/] {facts[key]}", soft_wrap=True)
+            said = [(key, facts[key]) for key in ("skipped", "error") if key in facts]
+            for key, text in (*said, *(("warned", text) for text in facts["warnings"])):
+                console.print(f"[yellow]{name} {key}:[/] {text}", soft_wrap=True)
         show(len(sections), "done")
     try:
         picture.draw(results.result, out.with_suffix(".png"))
@@ -85,8 +87,10 @@ def _measure(name: str, setting: Setting) -> Facts:
     """One section; what keeps it from running is its result then, and the others go on."""
     setting.note(name)
     started = time.monotonic()
+    warnings: list[str] = []
     try:
-        facts = SECTIONS[name](setting)
+        with _heard(warnings):
+            facts = SECTIONS[name](setting)
     except Skipped as reason:
         facts = {"skipped": str(reason)}
     except Exception as error:  # noqa: BLE001 - a lent machine's minutes must not end with one section
@@ -95,10 +99,34 @@ def _measure(name: str, setting: Setting) -> Facts:
     free(setting.device)
     return {
         **facts,
+        "warnings": warnings,
         "took_s": time.monotonic() - started,
         "at": describe_card(setting.device)["date"],
         "card_state": state,
     }
+
+
+class _Ears(logging.Handler):
+    """Keeps what the product warns of: a graph that was not captured, a kernel that is not used."""
+
+    def __init__(self, into: list[str]) -> None:
+        super().__init__(logging.WARNING)
+        self._into = into
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep one, up to a number."""
+        if len(self._into) < _MOST_WARNINGS:
+            self._into.append(f"{record.name}: {record.getMessage()}"[:500])
+
+
+@contextmanager
+def _heard(into: list[str]) -> Iterator[None]:
+    ears, logger = _Ears(into), logging.getLogger("ddtree")
+    logger.addHandler(ears)
+    try:
+        yield
+    finally:
+        logger.removeHandler(ears)
 
 
 @contextmanager
@@ -115,14 +143,13 @@ def _progress(console: Console, total: int) -> Iterator[Callable[[int, str], Non
         yield show
 
 
-def _chosen(only: str | None) -> tuple[str, ...]:
-    wanted = [name.strip() for name in only.split(",")] if only else list(SECTIONS)
-    unknown = sorted(set(wanted) - set(SECTIONS))
-    if unknown:
+def _chosen(option: str, given: str | None, known: Mapping[str, object]) -> tuple[str, ...]:
+    wanted = [name.strip() for name in given.split(",")] if given else list(known)
+    if unknown := sorted(set(wanted) - set(known)):
         raise click.BadParameter(
-            f"no section {', '.join(unknown)}; there are {', '.join(SECTIONS)}", param_hint="--only"
+            f"no {', '.join(unknown)} among {', '.join(known)}; leave it out for all", param_hint=option
         )
-    return tuple(name for name in SECTIONS if name in wanted)
+    return tuple(name for name in known if name in wanted)
 
 
 def _device(name: str) -> torch.device:
@@ -143,6 +170,9 @@ _FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 @click.option("--device", type=click.Choice(["auto", "cuda", "cpu"]), default="auto")
 @click.option("--tiny", is_flag=True, help="Tiny shapes: does the benchmark itself work?")
 @click.option("--only", metavar="NAME,NAME", help=f"Sections, of {', '.join(SECTIONS)}.  [default: all]")
+@click.option(
+    "--ways", metavar="NAME,NAME", help=f"Of running a round, of {', '.join(WAYS)}.  [default: all]"
+)
 @click.option(
     "--seconds", type=click.FloatRange(min=0.1), default=90.0, help="About how long a section measures."
 )
@@ -167,6 +197,7 @@ def main(
     device: str,
     tiny: bool,
     only: str | None,
+    ways: str | None,
     seconds: float,
     dtype: str | None,
     demo_target: Path | None,
@@ -177,7 +208,7 @@ def main(
     out: Path,
 ) -> None:
     """Measure a round's parts on a GPU, next to its memory's limit and to plain decoding."""
-    sections = _chosen(only)
+    sections = _chosen("--only", only, SECTIONS)
     where = _device(device)
     console = Console(stderr=True)
     console.print(f"Measuring the memory of {where}")
@@ -193,6 +224,7 @@ def main(
         demo_draft=demo_draft,
         dflash=dflash,
         wants_triton=triton,
+        ways=_chosen("--ways", ways, WAYS),
     )
     free(where)
     results = run(setting, sections, out.resolve(), console)

@@ -30,6 +30,7 @@ class Setting:
     demo_draft: Path | None = None
     dflash: Path | None = None  # folder with the package; None: brought if need be
     wants_triton: bool = False
+    ways: tuple[str, ...] = ()  # of running a round; none: all
 
 
 class Skipped(Exception):

@@ -41,12 +41,17 @@ def measure_stages(shape: PairShape, rows: Rows, setting: Setting) -> Facts:
     """Measure every row of a shape; a way that fails says why and does not end the others."""
     setting.note(f"{shape.name}: making the weights")
     pair = make_pair(shape, setting.device, setting.dtype)
-    ways = {name: way for name, way in WAYS.items() if setting.device.type == "cuda" or not way.needs_gpu}
+    ways = {
+        name: way
+        for name, way in WAYS.items()
+        if (setting.device.type == "cuda" or not way.needs_gpu) and name in (setting.ways or WAYS)
+    }
     seconds = min(_MOST_SECONDS, setting.seconds / (len(rows.contexts) * len(ways) * rows.count))
     contexts: dict[str, Facts] = {
         label: {"tokens": context, "limit_ms": _limits(pair, context, setting), "ways": {}}
         for label, context in rows.contexts.items()
     }
+    tokens: dict[str, list[int]] = {}
     for name, way in ways.items():
         refused = _prepared(way, pair)
         for label, context in rows.contexts.items():
@@ -54,6 +59,7 @@ def measure_stages(shape: PairShape, rows: Rows, setting: Setting) -> Facts:
             measured = refused or _tried(way, pair, Placement(context, most_nodes=max(rows.verified) - 1),
                                          rows, setting, seconds)  # fmt: skip
             contexts[label]["ways"][name] = measured
+            _compare(measured, tokens, label)
             free(setting.device)
     return {
         "shape": shape.name,
@@ -63,6 +69,18 @@ def measure_stages(shape: PairShape, rows: Rows, setting: Setting) -> Facts:
         "state_bytes_per_sequence": pair.state_bytes,
         "contexts": contexts,
     }
+
+
+def _compare(measured: Facts, first: dict[str, list[int]], label: str) -> None:
+    """Say which share of a tree's rows has the token that the first way chose there.
+
+    In bfloat16 some differ: random weights make many near-ties. With a wrong kernel most do.
+    """
+    tokens = measured.pop("tokens", None)
+    if tokens is not None:
+        known = first.setdefault(label, tokens)
+        same = sum(one == other for one, other in zip(tokens, known, strict=True))
+        measured["same_tokens"] = same / len(tokens)
 
 
 def _prepared(way: Way, pair: RandomPair) -> Facts | None:
@@ -95,9 +113,11 @@ def measure_way(
     def verify(nodes: int) -> Callable[[], object]:
         return lambda: bench.verify(nodes)
 
+    tokens = bench.verify(max(rows.verified) - 1).tolist()
     whole, parts = time_parts(bench.plain, device, seconds=seconds)
     facts: Facts = {
         "title": way.title,
+        "tokens": tokens,
         "memory_mib": (opened - before) / 2**20,  # of cache and graphs
         "plain": parts["verify"].to_json(),
         "plain_with_host": whole.to_json(),

@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import importlib.util
 import tempfile
+from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
 
+from benchmarks.contenders import PlayerName
 from benchmarks.gpu.checkpoints import SavedPair, save_pair
 from benchmarks.gpu.demo import demo_folders
 from benchmarks.gpu.setting import Facts, Setting, Skipped, free, one_line
 from benchmarks.gpu.shapes import thin_qwen3_8b, tiny_qwen3
-from benchmarks.measurement import Job, Setup
+from benchmarks.measurement import Answer, Job, Setup
 
 _LAYERS = 6
 _NEEDED = ("pytriton", "tritonclient", "grpc", "ddtree_client", "ddtree_local")
@@ -51,7 +54,7 @@ def measure_topologies(setting: Setting) -> Facts:
 
 def _compare(setting: Setting, saved: SavedPair) -> Facts:
     # Only here: the client and the launcher come with the server.
-    from benchmarks.players import ServedModel, start_player
+    from benchmarks.players import Player, start_player
     from ddtree_local.project import find_project
 
     setup = Setup(str(saved.target), str(saved.draft), str(setting.dtype).removeprefix("torch."), threads=2)
@@ -62,20 +65,26 @@ def _compare(setting: Setting, saved: SavedPair) -> Facts:
         draft_mode="tree",
         tree_budget=_NODES,
     )
+    names: Mapping[str, PlayerName] = {"bls": "grpc", "in_process": "grpc-in-process"}
     facts: Facts = {}
-    for topology, player_name in (("bls", "grpc"), ("in_process", "grpc-in-process")):
-        setting.note(f"topologies: {topology}")
-        player = start_player(player_name, setup, find_project(Path(__file__).parent))  # type: ignore[arg-type]
-        try:
-            assert isinstance(player, ServedModel), "these players are servers"
-            facts["triton"] = player.version
-            answers = [player.decode(job) for _ in range(_REPEATS + 1)][1:]
-        finally:
-            player.close()
+    with ExitStack() as stack:
+        players: dict[str, Player] = {}
+        for topology, name in names.items():  # one after another: each measures its costs at load
+            setting.note(f"topologies: loading {topology}")
+            players[topology] = start_player(name, setup, find_project(Path(__file__).parent))
+            stack.callback(players[topology].close)
+        answers: dict[str, list[Answer]] = {topology: [] for topology in names}
+        for repeat in range(_REPEATS + 1):
+            setting.note(f"topologies: repeat {repeat}")
+            for topology, player in players.items():
+                answer = player.decode(job)
+                if repeat:  # the first is a warm-up
+                    answers[topology].append(answer)
+    for topology, given in answers.items():
         facts[topology] = {
-            "round_ms": median(answer.round_ms or 0.0 for answer in answers),
-            "rounds": median(answer.rounds for answer in answers),
-            "nodes": median(answer.nodes or 0.0 for answer in answers),
+            "round_ms": median(answer.round_ms or 0.0 for answer in given),
+            "rounds": median(answer.rounds for answer in given),
+            "nodes": median(answer.nodes or 0.0 for answer in given),
         }
     facts["bls_minus_in_process_ms"] = facts["bls"]["round_ms"] - facts["in_process"]["round_ms"]
     return facts

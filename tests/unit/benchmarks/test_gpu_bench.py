@@ -64,6 +64,9 @@ def test_no_section_failed_and_who_did_not_run_says_why(rehearsed: Path) -> None
     assert sections["topologies"]["skipped"] == "needs Triton; ask for it with --triton"
     assert "--dflash" in sections["demo"]["absent"]["dflash"]
     assert sections["limits"]["read_gb_s"] > 0
+    assert all(
+        context["ways"]["eager"]["same_tokens"] == 1 for context in sections["stages"]["contexts"].values()
+    )
 
 
 def test_a_round_is_its_parts_and_the_hosts_share(rehearsed: Path) -> None:
@@ -111,7 +114,7 @@ def test_another_cards_results_are_not_mixed_in(tmp_path: Path) -> None:
 def test_an_unknown_section_is_one_line(tmp_path: Path) -> None:
     outcome = rehearse(tmp_path / "gpu.json", "--only", "stages,nonsense")
     assert outcome.exit_code == 2
-    assert "no section nonsense; there are stages, demo, hybrid, topologies" in outcome.output
+    assert "no nonsense among stages, demo, hybrid, topologies" in outcome.output
 
 
 def test_a_verdict_knows_which_way_is_better() -> None:
