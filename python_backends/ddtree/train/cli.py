@@ -1,4 +1,4 @@
-"""The command `ddtree-train`: generate, train, evaluate, export, plot.
+"""The command `ddtree-train`: generate, train, evaluate, export, plot, ablate.
 
 Each step reads and writes folders, so that any of them can be stopped, repeated and combined. This module
 reads arguments and says what happened; the work is done elsewhere.
@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ddtree.errors import DDTreeError
-from ddtree.train import commands
+from ddtree.train import ablate, commands
+from ddtree.train.corpus import ANSWERS
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -35,6 +36,9 @@ def _parser() -> argparse.ArgumentParser:
     _add_train(commands_of.add_parser("train", help="train a drafter on a corpus"))
     _add_evaluate(commands_of.add_parser("evaluate", help="measure acceptance length"))
     _add_export(commands_of.add_parser("export", help="write a drafter's checkpoint folder"))
+    ablate_parser = commands_of.add_parser("ablate", help="train with one change at a time and compare")
+    _add_target(ablate_parser)
+    ablate.add_arguments(ablate_parser)
     plot = commands_of.add_parser("plot", help="draw a training's log")
     plot.add_argument("log", type=Path, help="log.jsonl of a training")
     plot.add_argument("picture", type=Path, help="PNG to write")
@@ -73,6 +77,7 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
         "--keep-out", type=Path, action="append", default=[], help="evaluation prompts; repeatable"
     )
     parser.add_argument("--layers", type=int, default=4, help="of a new drafter (4)")
+    parser.add_argument("--intermediate-size", type=int, help="width of a new drafter's MLPs (the target's)")
     parser.add_argument("--block-size", type=int, default=16, help="of a new drafter (16)")
     parser.add_argument("--mask-token-id", type=int, default=16, help="a token that text never holds (16)")
     parser.add_argument("--taps", type=int, nargs="+", default=[], help="target layers (spread evenly)")
@@ -85,7 +90,15 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--anchors", type=int, default=16, help="blocks per sequence (16)")
     parser.add_argument("--rate", type=float, default=1e-3, help="AdamW's peak learning rate (1e-3)")
     parser.add_argument("--muon-rate", type=float, default=0.02, help="Muon's; 0: AdamW for all (0.02)")
-    parser.add_argument("--decay", type=float, default=7.0, help="of the loss over draft positions (7)")
+    parser.add_argument(
+        "--decay", type=float, default=7.0, help="of the loss over draft positions; 0: none (7)"
+    )
+    parser.add_argument(
+        "--answers", choices=ANSWERS, default="all", help="to train on, by how their tokens were chosen (all)"
+    )
+    parser.add_argument(
+        "--data-share", type=float, default=1.0, help="of those answers' tokens to train on (1)"
+    )
     parser.add_argument("--held-out", type=int, default=512, help="sequences never trained on (512)")
     parser.add_argument("--compile", action="store_true", help="compile the drafter; pays on a GPU")
     parser.add_argument("--log-seconds", type=float, default=15.0)

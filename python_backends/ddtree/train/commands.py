@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import time
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from ddtree.train import evaluate as evaluation
 from ddtree.train import generate as generation
 from ddtree.train.batches import BatchShape
 from ddtree.train.checkpoints import DraftShape, TrainingState
-from ddtree.train.corpus import Corpus, Sequences, overlapping, split_held_out
+from ddtree.train.corpus import Corpus, Sequences, answered, overlapping, part_of, split_held_out
 from ddtree.train.draft_model import TrainedDraft
 from ddtree.train.prompts import OPENINGS, ChatFrame, PromptMix, encode_openings, read_texts, render
 from ddtree.train.slots import SlotGenerator, SlotLimits
@@ -69,7 +69,15 @@ def train(chosen: Namespace) -> Iterator[str]:
     if chosen.steps is None and chosen.minutes is None:
         raise InvalidArgument.of("--steps", "or --minutes must be given", None, "give one of them")
     deadline = None if chosen.pause_after is None else time.monotonic() + 60 * chosen.pause_after
-    sequences, held_out, dropped = _training_data(chosen)
+    sequences, held_out, dropped = training_data(
+        chosen.corpus, chosen.target, chosen.keep_out, chosen.held_out, chosen.seed
+    )
+    if not 0 < chosen.data_share <= 1:
+        raise InvalidArgument.of(
+            "--data-share", "must be above 0 and at most 1", chosen.data_share, "leave it out to take all"
+        )
+    sequences = answered(sequences, chosen.answers)
+    sequences = part_of(sequences, round(chosen.data_share * sequences.answer_tokens), chosen.seed)
     model = _load(chosen)
     draft, values = _draft_to_train(chosen, model)
     yield (
@@ -157,21 +165,22 @@ def _draft_to_train(chosen: Namespace, model: PreTrainedModel) -> tuple[TrainedD
     if chosen.start is not None:
         return checkpoints.read_draft(chosen.start, model.config)
     torch.manual_seed(chosen.seed)
-    shape = DraftShape(chosen.layers, chosen.block_size, chosen.mask_token_id, chosen.taps)
+    shape = DraftShape(
+        chosen.layers, chosen.block_size, chosen.mask_token_id, chosen.taps, chosen.intermediate_size
+    )
     return checkpoints.new_draft(model.config, shape)
 
 
-def _training_data(chosen: Namespace) -> tuple[Sequences, Sequences, int]:
-    """Give training and held-out sequences, and how many were left out."""
-    sequences, dropped = Corpus(chosen.corpus).read(), 0
-    if chosen.keep_out:
-        codec = TextCodec.from_folder(chosen.target)
+def training_data(
+    corpus: Path, target: Path, keep_out: Iterable[Path], held_out_count: int, seed: int
+) -> tuple[Sequences, Sequences, int]:
+    """Give training and held-out sequences, and how many were left out because of prompts to `keep_out`."""
+    sequences, dropped = Corpus(corpus).read(), 0
+    if texts := [text for path in keep_out for text in read_texts(path)]:
+        codec = TextCodec.from_folder(target)
         frame = ChatFrame.of(codec)
-        texts = [text for path in chosen.keep_out for text in read_texts(path)]
         found = overlapping(sequences, encode_openings(codec, frame, texts))
         dropped = len(found)
         sequences = sequences.take(np.setdiff1d(np.arange(len(sequences)), found))
-    training, held_out = split_held_out(
-        sequences, min(chosen.held_out, len(sequences) // 10 + 1), chosen.seed
-    )
+    training, held_out = split_held_out(sequences, min(held_out_count, len(sequences) // 10 + 1), seed)
     return training, held_out, dropped

@@ -19,6 +19,7 @@ from ddtree.errors import InvalidArgument
 
 _PATTERN = "shard-{:05d}.npz"
 _FACTS = ("lengths", "answer_starts", "temperatures", "sources", "is_whole")
+ANSWERS = ("all", "greedy", "drawn")  # by the temperature they were chosen at
 _TABLE = 1 << 20
 _MIX = np.uint64(0x9E3779B97F4A7C15)  # spreads ids before they are summed into a run's hash
 
@@ -133,6 +134,47 @@ def split_held_out(sequences: Sequences, count: int, seed: int) -> tuple[Sequenc
     rest = np.ones(len(sequences), bool)
     rest[chosen] = False
     return sequences.take(np.flatnonzero(rest)), sequences.take(np.sort(chosen))
+
+
+def answered(sequences: Sequences, how: str) -> Sequences:
+    """Give the sequences whose answers were chosen in one way.
+
+    Args:
+        sequences: what to choose from; their order is kept.
+        how: one of `ANSWERS`: `greedy` at temperature 0, `drawn` above it, `all` both.
+
+    Raises:
+        InvalidArgument: another word, or there is no such sequence.
+    """
+    if how not in ANSWERS:
+        raise InvalidArgument.of("answers", f"must be one of {', '.join(ANSWERS)}", how, "choose one of them")
+    if how == "all":
+        return sequences
+    is_greedy = sequences.temperatures == 0
+    places = np.flatnonzero(is_greedy if how == "greedy" else ~is_greedy)
+    if not len(places):
+        raise InvalidArgument.of(
+            "answers", "must be of a kind that the corpus holds", how, "generate with other --temperatures"
+        )
+    return sequences.take(places)
+
+
+def part_of(sequences: Sequences, answer_tokens: int, seed: int) -> Sequences:
+    """Give randomly chosen sequences that hold about `answer_tokens`, all if there are no more.
+
+    With one seed a smaller part lies within every larger one, so that parts differ in their amount alone.
+
+    Raises:
+        InvalidArgument: nothing is asked for.
+    """
+    if answer_tokens < 1:
+        raise InvalidArgument.of("data share", "must leave a token of an answer", answer_tokens, "take more")
+    if answer_tokens >= sequences.answer_tokens:
+        return sequences
+    order = np.random.default_rng((seed, 1)).permutation(len(sequences))
+    held = np.cumsum((sequences.lengths - sequences.answer_starts)[order])
+    count = int(np.searchsorted(held, answer_tokens)) + 1
+    return sequences.take(np.sort(order[:count]))
 
 
 def overlapping(

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from ddtree.errors import InvalidArgument
+
 IGNORED = -1  # label of rows that have none
 
 
@@ -45,7 +47,17 @@ def position_weights(
     decay: float,
     device: torch.device,
 ) -> torch.Tensor:
-    """Weight exp(-(k - 1) / decay) of draft position k: it counts only if all positions before it hit."""
+    """Weight exp(-(k - 1) / decay) of draft position k: it counts only if all positions before it hit.
+
+    A decay of 0 stands for none: all positions count alike.
+
+    Raises:
+        InvalidArgument: the decay is negative.
+    """
+    if decay < 0:
+        raise InvalidArgument.of("decay", "must be 0 or more", decay, "0 weights all positions alike")
+    if decay == 0:
+        return torch.ones(positions, device=device)
     return torch.exp(-torch.arange(positions, device=device, dtype=torch.float32) / decay)
 
 

@@ -50,7 +50,9 @@ class TapReader:
             )
         if compiled:
             for layer in layers:
-                # All layers share one compiled function; hooks stay outside of it.
+                # All layers share one compiled function; hooks stay outside of it. What an earlier reader
+                # of this target compiled goes: compiled twice it would be guarded twice.
+                vars(layer).pop("forward", None)
                 layer.forward = torch.compile(layer.forward)
         # Nothing after the last tap is wanted, and the head is most of a small target.
         self._wanted, self._whole = layers[: max(self._taps) + 1], layers

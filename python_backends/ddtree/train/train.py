@@ -10,7 +10,7 @@ import json
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import Queue
@@ -40,13 +40,21 @@ class TrainSettings:
     max_seconds: float | None  # at least one of the two is set
     rate: float = 1e-3
     matrix_rate: float | None = 0.02  # Muon's; None: AdamW for all
-    weight_decay_positions: float = 7.0  # the loss of draft position k is weighted by exp(-(k - 1) / this)
+    weight_decay_positions: float = 7.0  # draft position k's loss weighs exp(-(k - 1) / this); 0: all alike
     warmup: float = 0.02  # part of the training
     clip: float = 1.0
     seed: int = 0
     save_seconds: float = 60.0
     log_seconds: float = 15.0
     compiled: bool = False
+
+
+@dataclass(frozen=True)
+class Scores:
+    """How well a drafter foresees given sequences."""
+
+    loss: float  # weighted cross-entropy
+    chain: float  # acceptance length of a chain, given the true tokens before every anchor
 
 
 @dataclass
@@ -114,7 +122,7 @@ class Trainer:
         Every call takes at least one step, so that repeated short ones come to an end.
         """
         settings = self.settings
-        self._held_out = _few_batches(held_out, settings)
+        self._held_out = few_batches(held_out, settings)
         last = logged = saved = time.monotonic()
         losses: list[torch.Tensor] = []
         for batch in _prefetched(epochs(sequences, settings.shape, seed=settings.seed, skip=self.step)):
@@ -142,21 +150,27 @@ class Trainer:
         ids, anchors = (part.to(self.device, non_blocking=True) for part in (batch.ids, batch.anchors))
         return self._draft_blocks(ids, anchors)
 
-    @torch.no_grad()
     def held_out_scores(self) -> dict[str, float]:
         """Loss and the chain's acceptance length at held-out anchors, given the true tokens before them."""
+        scores = self.scores_of(self._held_out, self._weights)
+        return {"held_out_loss": scores.loss, "held_out_chain": scores.chain}
+
+    @torch.no_grad()
+    def scores_of(
+        self,
+        batches: Sequence[Batch],
+        weights: torch.Tensor,  # [B - 1] float32 of draft positions, in the loss
+    ) -> Scores:
+        """Measure the drafter at the anchors of batches."""
         losses, accepted, count = [], 0.0, 0
-        for batch in self._held_out:
+        for batch in batches:
             hidden, labels = self.hidden_of(batch)[:, :, 1:], batch.labels.to(self.device)
-            losses.append(self._loss_of(hidden, labels))
+            losses.append(self._loss_of(hidden, labels, weights))
             rows = hidden.reshape(-1, hidden.shape[-1]).split(4096)
             guesses = torch.cat([(part @ self.head.T).argmax(-1) for part in rows]).view(labels.shape)
             accepted += float((guesses == labels).cumprod(-1).sum())
             count += labels[..., 0].numel()
-        return {
-            "held_out_loss": float(torch.stack(losses).mean()),
-            "held_out_chain": 1 + accepted / count,
-        }
+        return Scores(float(torch.stack(losses).mean()), 1 + accepted / count)
 
     def _draft_blocks(self, ids: torch.Tensor, anchors: torch.Tensor) -> torch.Tensor:
         config = self.draft.config
@@ -171,14 +185,15 @@ class Trainer:
         hidden: torch.Tensor = forward(BlockBatch(taps, embeds, anchors))
         return hidden
 
-    def _loss_of(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        weights = self._weights.expand(labels.shape).reshape(-1)
-        return self._loss(hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1), weights)
+    def _loss_of(self, hidden: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        each = weights.expand(labels.shape).reshape(-1)
+        return self._loss(hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1), each)
 
     def _train_step(self, batch: Batch) -> torch.Tensor:
         set_rates(self._optimizers, self._rate_factor())
         hidden = self.hidden_of(batch)
-        loss = self._loss_of(hidden[:, :, 1:], batch.labels.to(self.device, non_blocking=True))
+        labels = batch.labels.to(self.device, non_blocking=True)
+        loss = self._loss_of(hidden[:, :, 1:], labels, self._weights)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.draft.parameters(), self.settings.clip)
         for optimizer in self._optimizers:
@@ -221,8 +236,9 @@ def jsonl_log(path: Path) -> Callable[[dict[str, Any]], None]:
     return write
 
 
-def _few_batches(held_out: Sequences, settings: TrainSettings, count: int = 4) -> list[Batch]:
-    batches = epochs(held_out, settings.shape, seed=settings.seed + 1)
+def few_batches(sequences: Sequences, settings: TrainSettings, count: int = 4) -> list[Batch]:
+    """Give batches to measure on: always the same ones of the same sequences, shape and seed."""
+    batches = epochs(sequences, settings.shape, seed=settings.seed + 1)
     return [next(batches) for _ in range(count)]
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from ddtree.errors import InvalidArgument
 from ddtree.train.loss import IGNORED, HeadLoss, position_weights
 from ddtree.train.optimizers import Muon, make_optimizers, orthogonalised
 
@@ -39,6 +40,14 @@ def test_weights_fall_by_e_every_decay_positions() -> None:
     weights = position_weights(15, 7.0, torch.device("cpu"))
     assert weights[0] == 1
     torch.testing.assert_close(weights[7], torch.tensor(1 / torch.e))
+
+
+def test_a_decay_of_none_weights_all_positions_alike_and_a_negative_one_is_refused() -> None:
+    assert position_weights(5, 0.0, torch.device("cpu")).tolist() == [1.0] * 5
+    stronger, usual = (position_weights(5, decay, torch.device("cpu")) for decay in (3.0, 7.0))
+    assert bool((stronger[1:] < usual[1:]).all())
+    with pytest.raises(InvalidArgument, match=r"decay must be 0 or more, got -2\.0"):
+        position_weights(5, -2.0, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("shape", [(2, 12, 6), (2, 6, 12)])

@@ -1,0 +1,123 @@
+"""What an ablation has found so far: one file, written whole after every arm, that a later run goes on from.
+
+One process at a time holds the folder and writes the file; others hand their results to it. This module knows
+neither how arms are trained nor how results are shown.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ddtree.errors import InvalidArgument, Unavailable
+from ddtree.train.ablation_arms import Arm, Choices
+
+RESULTS = "ablation.json"
+
+
+@dataclass(frozen=True)
+class ArmResult:
+    """One arm, trained and measured."""
+
+    arm: Arm
+    answer_tokens: int  # trained on, each seen as often as the steps allow
+    parameters: int
+    steps: int
+    blocks: int
+    seconds: float  # of training, compilation included
+    wall_seconds: float  # of everything, measuring included
+    device: str
+    # Both losses are weighted as the baseline's, so that arms compare; blocks of another size do not.
+    training_loss: float  # at a few batches of the arm's own sequences, after training
+    held_out_loss: float
+    held_out_chain: float
+    sets: Mapping[str, Mapping[str, float]]  # prompt set to `chain` and `tree64`
+
+    def to_json(self) -> dict[str, Any]:
+        """Give the result as JSON values."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> ArmResult:
+        """Read what `to_json` gave."""
+        arm = dict(values["arm"])
+        choices = dict(arm["choices"])
+        choices["taps"] = tuple(choices["taps"])
+        arm["choices"] = Choices(**choices)
+        return cls(**{**values, "arm": Arm(**arm)})
+
+
+class Results:
+    """The results of one folder, in the order they came."""
+
+    def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
+        """Start with what the folder holds.
+
+        Raises:
+            InvalidArgument: it holds results of other settings, which do not compare with new ones.
+        """
+        self._path, self._settings = folder / RESULTS, dict(settings)
+        self.arms: dict[str, ArmResult] = {}
+        stored = _read(self._path)
+        if stored is None:
+            self._write()  # at once: what a killed run leaves beside it belongs to these settings
+            return
+        for field in sorted({*stored["settings"], *self._settings}):
+            before, now = stored["settings"].get(field), self._settings.get(field)
+            if before != now:
+                raise InvalidArgument.of(
+                    f"ablation {field}", f"must be {before!r} as in {self._path}", now,
+                    "repeat the settings, or give another --output",
+                )  # fmt: skip
+        self.arms = {name: ArmResult.from_json(values) for name, values in stored["arms"].items()}
+
+    def record(self, result: ArmResult) -> None:
+        """Add a result; the file is replaced whole or not at all."""
+        self.arms[result.arm.name] = result
+        self._write()
+        # What an arm would go on from is several times its weights, and it does not go on.
+        (result.arm.folder_in(self._path.parent) / "state.pt").unlink(missing_ok=True)
+
+    def _write(self) -> None:
+        arms = {name: one.to_json() for name, one in self.arms.items()}
+        partial = self._path.with_suffix(".partial")
+        partial.write_text(
+            json.dumps({"settings": self._settings, "arms": arms}, indent=1) + "\n", encoding="utf-8"
+        )
+        partial.replace(self._path)
+
+
+def stored_setting(folder: Path, name: str) -> Any:
+    """Give a setting of the results in a folder; None where there is none."""
+    stored = _read(folder / RESULTS)
+    return None if stored is None else stored["settings"].get(name)
+
+
+@contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """Hold a folder alone; the hold ends with the process, however it ends.
+
+    Raises:
+        Unavailable: another process holds it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise Unavailable(
+                f"another ablation is running in {folder}; wait for it, or give another --output"
+            ) from None
+        yield
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    if not path.is_file():
+        return None
+    stored: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return stored
