@@ -33,9 +33,30 @@ _DEPTH_SHIFT = tl.constexpr(8)
 _BYTE = tl.constexpr(255)
 _DEPTH_MASK = tl.constexpr(63)
 _NEVER = tl.constexpr(0x7FFFFFFF)  # more than any entry's number
+_SIGN = tl.constexpr(-0x80000000)
+_NOT_SIGN = tl.constexpr(0x7FFFFFFFFFFFFFFF)
+_LOWER = tl.constexpr(0xFFFFFFFF)
 
+_WARP = 32  # entries at least: a minimum over a part of a warp is slower than over all of it
 _MOST_NODES = 256
 _MOST_DEPTH = 62
+
+
+@triton.jit
+def _least(cost):
+    """The least of float64 numbers among which is neither NaN nor -0.0.
+
+    It is found as two whole numbers, upper and lower half: the least of 32-bit whole numbers takes a warp one
+    instruction, that of floating-point numbers five rounds of exchange, and every step of the search waits.
+    """
+    bits = cost.to(tl.int64, bitcast=True)
+    bits ^= (bits >> 63) & _NOT_SIGN  # negative numbers come in reverse
+    upper, lower = (bits >> 32).to(tl.int32), bits.to(tl.int32) ^ _SIGN  # as unsigned
+    least_upper = tl.min(upper, axis=0)
+    least_lower = tl.min(tl.where(upper == least_upper, lower, _NEVER), axis=0)
+    least = (least_upper.to(tl.int64) << 32) | ((least_lower ^ _SIGN).to(tl.int64) & _LOWER)
+    least ^= (least >> 63) & _NOT_SIGN
+    return least.to(tl.float64, bitcast=True)
 
 
 @triton.jit
@@ -79,7 +100,7 @@ def _build_kernel(
     taken = tl.zeros((WIDTH,), tl.int32)  # by column: parent, depth and candidate
     paid = infinite  # by column: path cost
     count = tl.min(entry, axis=0)  # zero, of the type that a loop carries
-    cheapest = tl.min(cost, axis=0)
+    cheapest = _least(cost)
     while (count < budget) & (cheapest < float("inf")):
         chosen = tl.min(tl.where(cost == cheapest, entry, _NEVER), axis=0)
         parent = (chosen >> _SLOT_SHIFT) & _BYTE
@@ -102,7 +123,7 @@ def _build_kernel(
         child = (chosen & -_ORDER) | (count << _SLOT_SHIFT) | ((depth + 1) << _DEPTH_SHIFT)
         others = tl.where(entry > chosen, entry + _ORDER, entry)
         entry = tl.where(is_parent, chosen + _ORDER + 1, tl.where(is_new, child, others))
-        cheapest = tl.min(cost, axis=0)
+        cheapest = _least(cost)
 
     depth_at = (taken >> _DEPTH_SHIFT) & _DEPTH_MASK
     at = (sequence * positions + depth_at - 1) * candidates + (taken & _BYTE)
@@ -172,7 +193,7 @@ def build(
         children.scores, children.candidates, top_ids.contiguous(), budgets, depths, chains,
         trees.tokens, trees.parents, trees.depths, trees.counts, trees.log_probs,
         positions, candidates, nodes,
-        HAS_EDGES=edge_log_probs is not None, WIDTH=triton.next_power_of_2(max(1, nodes)), num_warps=1,
+        HAS_EDGES=edge_log_probs is not None, WIDTH=max(_WARP, triton.next_power_of_2(nodes)), num_warps=1,
     )  # fmt: skip
     return trees
 

@@ -34,7 +34,7 @@ def _commit_kernel(
     row = tl.load(path_rows + sequence * (depth + 1) + step, mask=is_step, other=0)
     source = tl.load(slots + sequence * rows + row, mask=is_step, other=-1)
     destination = tl.load(slots + sequence * rows + step, mask=is_step, other=-1)
-    moves = (source >= 0) & (destination >= 0) & (source != destination)
+    moves = (source >= 0) & (source != destination)  # a path's row is at or after its step: no slot, no goal
     column = tile * COLUMNS + tl.arange(0, COLUMNS)
     mask = moves[:, None] & (column < size)[None, :]
     first = plane * pool_slots
