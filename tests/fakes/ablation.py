@@ -1,4 +1,4 @@
-"""A bench that trains nothing, for tests of what stands around it; without torch, so that processes start fast.
+"""A bench that trains nothing, for tests of what stands around it; without torch, so processes start fast.
 
 As a program it runs arms into a folder until it is killed:
 `python -m tests.fakes.ablation FOLDER JOBS NAME,NAME SLOW`.

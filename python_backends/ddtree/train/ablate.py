@@ -153,14 +153,12 @@ def _study(chosen: Namespace) -> Study:
         raise InvalidArgument.of(
             "--steps", "or --minutes-each must be given, not both", chosen.steps, "give one of them"
         )
-    for field in ("gpus", "jobs_per_gpu"):
-        if getattr(chosen, field) < 1:
-            raise InvalidArgument.of(
-                f"--{field.replace('_', '-')}",
-                "must be 1 or more",
-                getattr(chosen, field),
-                "leave it out for 1",
-            )
+    for field in ("steps", "gpus", "jobs_per_gpu", "sequences", "anchors", "layers", "limit", "max_answer"):
+        value = getattr(chosen, field)
+        if value is not None and value < 1:
+            raise InvalidArgument.of(f"--{field.replace('_', '-')}", "must be 1 or more", value, "take more")
+    if chosen.minutes_each is not None and not chosen.minutes_each > 0:
+        raise InvalidArgument.of("--minutes-each", "must be above 0", chosen.minutes_each, "take more")
     on_gpu = choose_device(chosen.device).type == "cuda"
     if on_gpu and chosen.gpus > torch.cuda.device_count():
         raise InvalidArgument.of(

@@ -31,6 +31,11 @@ class Choices:
     muon_rate: float = 0.02  # 0: AdamW for all
     seed: int = 0  # of weights, order and anchors
 
+    def __post_init__(self) -> None:
+        for name in ("decay", "muon_rate"):
+            if getattr(self, name) < 0:
+                raise InvalidArgument.of(name, "must be 0 or more", getattr(self, name), "0 is for none")
+
 
 @dataclass(frozen=True)
 class Arm:

@@ -177,6 +177,7 @@ def test_the_command_compares_arms_and_goes_on_where_it_was(
         (["--minutes-each", "1"], "--steps or --minutes-each must be given, not both"),
         (["--arms", "no-such"], "--arms must name arms, got 'no-such'"),
         (["--jobs-per-gpu", "0"], "--jobs-per-gpu must be 1 or more, got 0"),
+        (["--steps", "0"], "--steps must be 1 or more, got 0"),
         (["--decay", "-1"], "decay must be 0 or more, got -1.0"),
     ],
 )

@@ -131,9 +131,9 @@ def test_the_table_has_every_number_and_the_change_against_the_compared_arm() ->
     }
     assert table(arms, results).splitlines() == [
         (
-            "| arm | change | compared with | answer tokens | weights | steps | blocks | seconds | training loss "
-            "| held-out loss | held-out chain | easy chain | easy tree64 | hard chain | hard tree64 "
-            "| chain, mean change | tree64, mean change |"
+            "| arm | change | compared with | answer tokens | weights | steps | blocks | seconds "
+            "| training loss | held-out loss | held-out chain | easy chain | easy tree64 "
+            "| hard chain | hard tree64 | chain, mean change | tree64, mean change |"
         ),
         "| --- | --- | --- |" + " ---: |" * 14,
         (
