@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddtree.device.kernels.move import advance, commit_rows, gather_rows
+from ddtree.device.kernels.move import advance, commit_rows, gather_rows, keep_rows
 from ddtree.device.rows import DeviceRows
 from ddtree.device.trees import DeviceAcceptance
 from ddtree.kv_cache import CacheShape, KvPool
@@ -152,3 +152,24 @@ def test_rows_of_the_path_are_gathered(dtype: torch.dtype, size: int) -> None:
     gathered = gather_rows(values.reshape(12, size).to(DEVICE), acceptance_of(sequences, 3))
     assert gathered.dtype == dtype
     assert torch.equal(gathered.cpu(), expected)
+
+
+@pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 5), (torch.bfloat16, 1100)])
+def test_rows_of_the_path_are_kept_beside_their_slots(dtype: torch.dtype, size: int) -> None:
+    """An empty place keeps nothing, nor does a row without a slot; the rest of the pool stays."""
+    sequences = [
+        Sequence(1, [0, 0, 2], 3),
+        Sequence(0, [0], 1, is_empty=True),
+        Sequence(2, [], 0),
+        Sequence(0, [0, 1], 2),
+    ]
+    slots = [torch.arange(8) + 8 * place for place in range(4)]
+    rows = rows_of(sequences, 4, slots)
+    rows.slots[3, 2:] = -1
+    pool = torch.randn(32, size).to(dtype).to(DEVICE)
+    values = torch.randn(4, 4, size).to(dtype)
+    expected = pool.clone()
+    for place, kept in ((0, [1, 2, 3]), (2, [18]), (3, [24, 25])):
+        expected[kept] = values[place, : len(kept)].to(DEVICE)
+    keep_rows(values.to(DEVICE), pool, rows, acceptance_of(sequences, 3))
+    assert torch.equal(pool, expected)

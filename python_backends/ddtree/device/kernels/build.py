@@ -170,6 +170,7 @@ def build(
     is_chain: torch.Tensor,  # [S] bool or int32
     nodes: int,
     edge_log_probs: torch.Tensor | None = None,  # [S, D, K, K] float32
+    into: DeviceTrees | None = None,
 ) -> DeviceTrees:
     """Build one tree per sequence: the nodes of `tree.build_trees`, in its order; one launch, two with edges.
 
@@ -181,12 +182,14 @@ def build(
         is_chain: whether only the best child of each node counts.
         nodes: N of the result, at most 256.
         edge_log_probs: of a child given its parent, by candidate; at the first position row 0 is the root's.
+        into: where the trees are written and what is returned; new tensors when absent.
     """
     places, positions, candidates = top_ids.shape
+    trees = DeviceTrees.unwritten(places, nodes, top_ids.device) if into is None else into
+    assert trees.tokens.shape == (places, nodes), f"no room for {places} trees of {nodes} nodes"
     assert nodes <= _MOST_NODES, f"a tree built on the device has at most {_MOST_NODES} nodes, not {nodes}"
     assert candidates <= _MOST_NODES, f"at most {_MOST_NODES} candidates per position, not {candidates}"
     assert positions <= _MOST_DEPTH, f"at most {_MOST_DEPTH} draft positions, not {positions}"
-    trees = DeviceTrees.unwritten(places, nodes, top_ids.device)
     children = _children(top_log_probs.contiguous(), edge_log_probs)
     chains = is_chain.view(torch.uint8) if is_chain.dtype == torch.bool else is_chain
     _build_kernel[(places,)](

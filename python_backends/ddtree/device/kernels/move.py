@@ -18,7 +18,7 @@ from ddtree.device.rows import DeviceRows
 from ddtree.device.trees import DeviceAcceptance
 
 _COLUMNS = 256  # values of a row that one program moves
-_GATHERED = 1024
+_WIDE_COLUMNS = 1024  # of those that copy one row each
 
 
 @triton.jit(do_not_specialize=["pool_slots", "rows", "depth"])
@@ -73,6 +73,20 @@ def _gather_kernel(
     tl.store(gathered + step.to(tl.int64) * size + column, value, mask=inside)
 
 
+@triton.jit(do_not_specialize=["rows", "depth"])
+def _keep_kernel(
+    values, slots, counts, accepted_counts, pool, size, rows, depth, COLUMNS: tl.constexpr
+):  # fmt: skip
+    step, tile = tl.program_id(0), tl.program_id(1)
+    sequence, place_on_path = step // (depth + 1), step % (depth + 1)
+    length = tl.where(tl.load(counts + sequence) > 0, tl.load(accepted_counts + sequence) + 1, 0)
+    slot = tl.load(slots + sequence * rows + place_on_path, mask=place_on_path < length, other=-1)
+    column = tile * COLUMNS + tl.arange(0, COLUMNS)
+    inside = (column < size) & (slot >= 0)
+    value = tl.load(values + step.to(tl.int64) * size + column, mask=inside, other=0.0)
+    tl.store(pool + slot * size + column, value, mask=inside)
+
+
 def commit_rows(
     pool_keys_values: torch.Tensor,  # [L, 2, slots, kv_heads, head_dim], changed
     rows: DeviceRows,
@@ -118,9 +132,28 @@ def gather_rows(
     """
     places, depth, size = len(acceptance.accepted_counts), acceptance.depth, values.shape[1]
     gathered = torch.empty((places, depth + 1, size), dtype=values.dtype, device=values.device)
-    columns = min(_GATHERED, triton.next_power_of_2(size))
+    columns = min(_WIDE_COLUMNS, triton.next_power_of_2(size))
     _gather_kernel[(places * (depth + 1), triton.cdiv(size, columns))](
         values.contiguous(), acceptance.accepted_counts, acceptance.path_rows, gathered,
         size, len(values) // places, depth, COLUMNS=columns, num_warps=4,
     )  # fmt: skip
     return gathered
+
+
+def keep_rows(
+    values: torch.Tensor,  # [S, D + 1, C]
+    pool: torch.Tensor,  # [slots, C], changed
+    rows: DeviceRows,
+    acceptance: DeviceAcceptance,
+) -> None:
+    """Store what belongs to root and accepted path beside the KV that `commit_rows` moved; one launch.
+
+    Nothing is stored of empty places, behind a path's end, and where a row has no slot.
+    """
+    places, steps, size = values.shape
+    assert steps == acceptance.depth + 1, f"a row for root and each of {acceptance.depth} nodes, not {steps}"
+    columns = min(_WIDE_COLUMNS, triton.next_power_of_2(size))
+    _keep_kernel[(places * steps, triton.cdiv(size, columns))](
+        values.contiguous(), rows.slots, rows.counts, acceptance.accepted_counts, pool,
+        size, rows.rows, acceptance.depth, COLUMNS=columns, num_warps=4,
+    )  # fmt: skip

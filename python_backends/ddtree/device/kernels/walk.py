@@ -49,6 +49,7 @@ def walk(
     trees: DeviceTrees,
     target_tokens: torch.Tensor,  # [S, T] int64, T = N + 1
     depth: int,
+    into: DeviceAcceptance | None = None,
 ) -> DeviceAcceptance:
     """Follow each tree along the target's tokens, in one launch.
 
@@ -56,10 +57,12 @@ def walk(
         trees: nodes whose (parent, token) pairs are unique; padding is never accepted, whatever it holds.
         target_tokens: the target's token after each row, root first; anything for padding rows.
         depth: D of the result; a path ends there, were the tree deeper.
+        into: where the paths are written and what is returned; new tensors when absent.
     """
     places, nodes = trees.tokens.shape
     assert target_tokens.shape == (places, nodes + 1), f"a token per row, not {list(target_tokens.shape)}"
-    acceptance = DeviceAcceptance.unwritten(places, depth, trees.tokens.device)
+    acceptance = DeviceAcceptance.unwritten(places, depth, trees.tokens.device) if into is None else into
+    assert acceptance.accepted_tokens.shape == (places, depth), f"no room for {places} paths of {depth} nodes"
     _walk_kernel[(places,)](
         trees.tokens, trees.parents, trees.counts, target_tokens.contiguous(),
         acceptance.accepted_counts, acceptance.bonus_tokens, acceptance.accepted_tokens, acceptance.path_rows,
