@@ -92,7 +92,9 @@ def make_case(form: Form, lengths: Sequence[int], counts: Sequence[int], seed: i
     wide[:, :, :-1] = merged.to(DEVICE, form.dtype)
     query, keys, values, _ = wide.split([form.heads, form.kv_heads, form.kv_heads, 1], dim=2)
     if not form.merged:
-        query, keys, values = query.contiguous(), keys.contiguous(), values.contiguous()
+        # Rows of values lie apart by head, so that no stride is another's.
+        query, keys = query.contiguous(), keys.contiguous()
+        values = values.transpose(1, 2).contiguous().transpose(1, 2)
     sinks = torch.randn(form.heads, generator=generator).to(DEVICE, form.dtype) if form.sinks else None
     pool = pool.to(DEVICE, form.dtype)
     return Case(form, query, keys, values, pool, rows, sinks, tuple(all_parents), tuple(all_slots))

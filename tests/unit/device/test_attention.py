@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from ddtree.device.kernels.attention import Scoring, store, tree_attention
@@ -34,6 +34,7 @@ FORMS = {
     "block": (Form(sight=Sight.BLOCK, rows=20, groups=1), replace(SMALL, splits=2)),
     "windowed block": (Form(sight=Sight.BLOCK, rows=9, kv_heads=1, scoring=Scoring(0.3, window=4)), SMALL),
     "chain": (Form(sight=Sight.CAUSAL, rows=17, groups=1, head_dim=80), replace(SMALL, keys=32)),
+    "many heads share one": (Form(rows=3, groups=16, kv_heads=1), SMALL),
     "all at once": (
         Form(rows=9, groups=4, kv_heads=1, scoring=Scoring(0.3, 19, 3.0), sinks=True, head_dim=8),
         Tiling(rows=32, keys=32, splits=3),
@@ -60,7 +61,7 @@ def check(case: Case, found: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("name", FORMS)
-@settings(max_examples=3, deadline=None)
+@settings(max_examples=3, deadline=None, phases=[Phase.reuse, Phase.generate])  # shrinking takes minutes
 @given(data=st.data())
 def test_every_form(name: str, data: st.DataObject) -> None:
     form, tiling = FORMS[name]
@@ -104,8 +105,15 @@ def test_a_window_skips_the_blocks_before_it() -> None:
     case = make_case(form, [77], [3], seed=1)
     wanted = expected(case)
     case.pool[:, case.slots[0][:64]] = NAN
-    found = attend(case, replace(SMALL, splits=3))
+    found = attend(case, SMALL)
     torch.testing.assert_close(found.cpu().double(), wanted, rtol=0, atol=1e-5)
+
+
+def test_a_window_ends_among_the_own_rows() -> None:
+    """Deep rows see nothing of the prefix, and the first of their own sequence's rows no more either."""
+    form = Form(rows=40, groups=1, kv_heads=1, sight=Sight.CAUSAL, scoring=Scoring(0.3, window=5))
+    case = make_case(form, [3, 20], [40, 37])
+    check(case, attend(case, SMALL))
 
 
 def test_equal_steps_give_equal_bits() -> None:

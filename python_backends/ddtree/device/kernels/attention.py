@@ -57,8 +57,8 @@ def _attend_kernel(
     place = (tl.program_id(2) // KV_HEADS).to(tl.int64)
     folded, lane = tile * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDTH)
     row, head, inside = folded // GROUPS, kv_head * GROUPS + folded % GROUPS, lane < HEAD_DIM
-    count = tl.load(counts + place)
-    length = tl.load(lengths + place, mask=count > 0, other=0)
+    count, length = tl.load(counts + place), tl.load(lengths + place)
+    length = tl.where(count > 0, length, 0)  # that of an empty place may be anything
     depths, bits = depths + place * rows, bits + place * rows * words
     depth = tl.load(depths + row, mask=row < count, other=_FAR)
     begin, end = share(length, count, depth, tile, split, window, GROUPS, SIGHT, WINDOWED, ROWS, KEYS, SPLITS)
