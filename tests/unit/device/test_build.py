@@ -192,6 +192,13 @@ def test_sums_are_as_exact_as_the_hosts() -> None:
     assert case.built().tokens.tolist() == [[0, 1, 2]]
 
 
+def test_what_rounding_put_above_zero_comes_first() -> None:
+    """A sure candidate's log-probability may come out as a little more than none."""
+    tiny = 2.0**-23
+    log_probs = torch.tensor([[[3 * tiny, tiny, 0.0, -tiny], [2 * tiny, -tiny, -1.0, -2.0]]])
+    assert check(Case(log_probs, [12], [2], [False], 12)) == [12]
+
+
 def test_what_is_no_probability_is_not_drafted() -> None:
     log_probs = torch.tensor([[[-1.0, nan], [nan, nan]], [[nan, nan], [-1.0, -1.0]]])
     assert check(Case(log_probs, [4, 4], [2, 2], [False, False], 4)) == [1, 0]
