@@ -126,9 +126,11 @@ def _tile_forms(kind: ProductKind, bucket: Bucket, processors: int) -> Iterator[
     deep = 128 if kind.size % 128 == 0 else 64
 
     def split(block_n: int, block_k: int, programs: int, warps: int, stages: int) -> Config:
+        """So many parts that every processor gets up to `programs` programs at a time."""
         tiles = -(-kind.weight_rows // block_n)
         most = max(1, kind.size // (block_k * _LEAST_BLOCKS))
-        parts = min(max(1, round(programs * processors / tiles)), most, 16)
+        # Rounded down: one program too many for the device at a time costs a whole turn more.
+        parts = min(max(1, programs * processors // tiles), most, 16)
         return Config("dot", block_n, block_k, parts, warps, stages)
 
     if bucket.most <= 32:
