@@ -176,8 +176,6 @@ def test_the_most_nodes_that_fit_all_equal() -> None:
 
 
 def test_the_most_siblings_that_fit() -> None:
-    log_probs = -torch.arange(256.0).reshape(1, 1, 256) / 8
-    assert check(Case(log_probs, [256], [1], [False], 256)) == [256]
     equal = torch.full((1, 2, 256), -1.0)
     equal[:, 1] = -300.0
     assert check(Case(equal, [256], [2], [False], 256)) == [256]
