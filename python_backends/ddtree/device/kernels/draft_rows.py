@@ -114,7 +114,7 @@ def _rounded(value, like):
     return value.to(like.dtype).to(tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["per_place", "pages"])
 def _keep_kernel(
     packed, norm, frequencies, scales, page_table, lengths, counts, pool,
     per_place, pages, layer_stride, kind_stride, eps,
@@ -175,7 +175,7 @@ def keep_context(
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["which"])
 def _convolve_kernel(
     rows, dynamic, base, output, block_size, width, groups, which,
     KERNEL: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,

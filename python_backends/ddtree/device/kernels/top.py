@@ -180,6 +180,7 @@ class TopKernels:
 
     groups: int = 512  # of a chunk
     group: int = 16  # lanes of a group: 32 bytes of bf16, the least that memory hands out
+    warps: int = 8  # of a program
     most_width: int = 128  # candidates beyond which sorting everything is no worse
 
     def top(
@@ -214,11 +215,11 @@ class TopKernels:
         _scan_kernel[(chunks, rows)](
             logits, keys, peaks, sums, logits.stride(0), vocabulary,
             LOG_GROUPS=_log(self.groups), LOG_GROUP=_log(self.group), LOG_K=log_k, IS_NARROW=is_narrow,
-            num_warps=8,
+            num_warps=self.warps,
         )  # fmt: skip
         _merge_kernel[(rows,)](
             keys, peaks, sums, best.ids, best.log_probs, chunks, width,
-            LOG_CHUNKS=_log(chunks), LOG_K=log_k, num_warps=8,
+            LOG_CHUNKS=_log(chunks), LOG_K=log_k, num_warps=self.warps,
         )  # fmt: skip
         return best
 
