@@ -98,6 +98,8 @@ def _stage_table(shape: str, context: Mapping[str, Any]) -> Table:
             shown.add_row(
                 " ".join(path).replace("_", " "), *map(_cell, cells), "" if limit is None else f"{limit:.2f}"
             )
+    shares = [found(way, "same_tokens") for way in ways.values()]
+    shown.add_row("same tokens", *("–" if share is None else f"{share:.0%}" for share in shares), "")
     return shown
 
 
