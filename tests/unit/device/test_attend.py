@@ -14,6 +14,7 @@ from ddtree.device.attend import attend
 from ddtree.device.plan import DevicePlan
 from ddtree.device.rows import DeviceRows, Sight
 from ddtree.kv_cache import CacheShape, KvPool
+from ddtree.recurrent.state_pool import PoolSize, StatePool, StateShape
 from tests.fakes.device import DEVICE
 from tests.fakes.random_trees import depths_of, sees_of
 
@@ -99,3 +100,15 @@ def test_dims_that_do_not_lie_side_by_side_are_laid_so() -> None:
     found = attend(Attention(), strange[0], strange[1], strange[2], DevicePlan(rows, pool))
     expected = attend(Attention(), parts[0], parts[1], parts[2], DevicePlan(rows, other))
     assert torch.equal(found, expected)
+
+
+def test_a_layer_finds_its_pages_among_recurrent_layers() -> None:
+    pool, _ = make_pools()
+    rows, _ = make_step(pool, is_causal=False)
+    shape = StateShape((0, 2), key_heads=1, value_heads=1, key_dim=8, value_dim=8, kernel=4)
+    plan = DevicePlan(rows, pool)
+    assert plan.keys(1).data_ptr() == pool.keys_values[1, 0].data_ptr()
+    pool.states = StatePool(shape, PoolSize(1, 1), DEVICE)
+    for layer, page_layer in ((1, 0), (3, 1)):
+        assert plan.keys(layer).data_ptr() == pool.keys_values[page_layer, 0].data_ptr()
+        assert plan.values(layer).data_ptr() == pool.keys_values[page_layer, 1].data_ptr()

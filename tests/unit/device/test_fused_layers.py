@@ -21,6 +21,7 @@ from ddtree.attention.plan import Segment, StepPlan
 from ddtree.device import fused_layers
 from ddtree.device.fused_layers import FusedLayer, PlainLinear, fuse
 from ddtree.device.kernels import layer
+from ddtree.device.matmul_choice import MatmulChooser
 from ddtree.device.plan import DevicePlan
 from ddtree.device.rows import DeviceRows
 from ddtree.kv_cache import KvPool, Pages
@@ -166,10 +167,10 @@ def test_a_node_has_the_logits_of_its_path(tmp_path: Path, family: str) -> None:
             assert_alike(found[: len(place.tokens)], plainly(plain, place))
 
 
-def test_half_precision_stays_close_to_float32(tmp_path: Path) -> None:
+def test_half_precision_over_measured_products_stays_close_to_float32(tmp_path: Path) -> None:
     dtype = torch.bfloat16 if DEVICE.type == "cuda" else torch.float16  # the interpreter cuts bfloat16 off
     target = load(tmp_path, config_of("qwen3"), str(dtype).removeprefix("torch."))
-    assert fuse(target.model) == LAYERS
+    assert fuse(target.model, MatmulChooser(DEVICE, None).linear) == LAYERS
     place = random_place(random.Random(4), 9, 4)
     found = run(target, [place])[0, :5].float()
     likeness = torch.nn.functional.cosine_similarity(found, plainly(reference(tmp_path), place), dim=-1)
@@ -225,6 +226,25 @@ def test_taps_are_the_layers_outputs(llama: TargetModel, tmp_path: Path) -> None
         torch.tensor([[*place.prompt, *place.tokens]], device=DEVICE), output_hidden_states=True
     ).hidden_states
     assert_alike(llama._captured[0][0, 0], hidden[1][0, -1])
+
+
+def test_a_norm_worked_out_ahead_is_used_for_nothing_else(llama: TargetModel, tmp_path: Path) -> None:
+    """A hook gives the second layer other rows than the first one left, then that layer is left out."""
+    fuse(llama.model)
+    place = random_place(random.Random(8), 4, 0)
+    plain = reference(tmp_path)
+    hooks = [
+        model.model.layers[0].register_forward_hook(lambda _, __, output: output.flip(-1))
+        for model in (llama.model, plain)
+    ]
+    assert_alike(run(llama, [place])[0, :1], plainly(plain, place))
+    relay = llama.model.model.layers[0].forward._relay
+    assert (relay._norm, relay._hidden, relay._normed) == (None, None, None), "held longer than needed"
+    for hook in hooks:
+        hook.remove()
+    for model in (llama.model, plain):
+        model.config.num_hidden_layers = 1
+    assert_alike(run(llama, [place])[0, :1], plainly(plain, place))
 
 
 def test_a_copy_runs_on_its_own_weights(llama: TargetModel) -> None:

@@ -83,7 +83,9 @@ class Turned:
         angles = normal(rows, self.width // 2, dtype=torch.float32, seed=1) * 9
         angles = torch.cat((angles, angles), dim=-1)
         self.cos, self.sin = angles.cos().to(dtype), angles.sin().to(dtype)
-        self.pool = normal(2, 10, heads.keys, heads.size, dtype=dtype, seed=2)
+        # A slot before the first and one behind the last are somebody else's: -1 must not be taken for one.
+        self.all_slots = normal(2, 12, heads.keys, heads.size, dtype=dtype, seed=2)
+        self.pool = self.all_slots[:, 1:11]
 
     def expected(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows and pool as they should be afterwards."""
@@ -134,9 +136,9 @@ def test_a_narrow_rotation_leaves_the_rest_of_a_head(dtype: torch.dtype, is_norm
 def test_a_row_without_a_slot_is_turned_and_stored_nowhere() -> None:
     case = Turned(Heads(4, 2, 16), torch.float32)
     case.slots.fill_(-1)
-    rows, pool = case.packed.clone(), case.pool.clone()
+    rows, pool = case.packed.clone(), case.all_slots.clone()
     case.run()
-    assert torch.equal(case.pool, pool)
+    assert torch.equal(case.all_slots, pool)
     assert not torch.equal(case.packed, rows)
 
 
