@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -19,11 +20,14 @@ from ddtree.parallel.division import check_division
 from ddtree.parallel.group import WorkerGroup
 from ddtree.parallel.target import ParallelTarget
 from ddtree.recurrent.state_pool import StateBudget
-from ddtree.stages.in_process import InProcessStages
+from ddtree.stages.in_process import InProcessStages, LoadedStages
 from ddtree.text import TextCodec
 from ddtree.trtllm.native import NativeChainVerifier
 from ddtree.trtllm.stage import load_engine_verifier
 from ddtree.verify import TargetVerifier, VerifierLimits
+
+if TYPE_CHECKING:
+    from ddtree.device.rounds import DeviceRounds
 
 _LOG = logging.getLogger(__name__)
 _MIB = 1 << 20
@@ -61,16 +65,35 @@ def load_in_process(config: ServingConfig) -> InProcessStages:
         CheckpointError: target or draft cannot be used, or do not fit each other.
     """
 
-    def load() -> tuple[TargetVerifier, Drafter]:
+    def load() -> LoadedStages:
         draft = _open_draft(config)
         target = _load_target(config, draft)
         if isinstance(target, TargetModel) and _draft_device(config) == loading.place(target.device):
             drafter = build_drafter(config, draft, target.embedding, target.head)
         else:
             drafter = _build_apart(config, draft)
-        return build_verifier(config, draft, target), drafter
+        verifier = build_verifier(config, draft, target)
+        return LoadedStages(verifier, drafter, _prepare_rounds(config, verifier, drafter, target))
 
     return InProcessStages.build(load)
+
+
+def _prepare_rounds(
+    config: ServingConfig, verifier: TargetVerifier, drafter: Drafter, target: Target
+) -> DeviceRounds | None:
+    """Let whole rounds stay on the device where that is worth it and possible; None elsewhere."""
+    is_shared = isinstance(target, TargetModel) and drafter.pool.features.device == target.device
+    if not (config.device_rounds and is_shared and target.device.type == "cuda"):
+        return None
+    assert isinstance(target, TargetModel), "what shares a device with a drafter is one"
+    if verifier.pool.states is not None:
+        _LOG.info("rounds do not stay on the device: the target has recurrent layers")
+        return None
+    from ddtree.device.loading import Preparation, prepare_rounds  # kernels: not everywhere installed
+    from ddtree.device.steps import sizes_for
+
+    sizes = sizes_for(config.max_sequences, config.max_nodes, config.max_step_nodes)
+    return prepare_rounds(verifier, drafter, target, Preparation(sizes, target.context_length))
 
 
 def _build_apart(config: ServingConfig, draft: DraftCheckpoint) -> Drafter:

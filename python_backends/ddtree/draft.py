@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -19,6 +20,9 @@ from ddtree.models.draft_config import DraftConfig
 from ddtree.prefix_cache import PageKeys, Prefix
 from ddtree.sessions import Session, SessionTable
 from ddtree.types import DrafterInfo, DraftRequest, DraftResult, Usage
+
+if TYPE_CHECKING:
+    from ddtree.device.drafting import DeviceDraft
 
 _COST_CONTEXT = 256  # context tokens behind which the draft's cost is measured
 _COST_WIDTH = 16
@@ -106,6 +110,17 @@ class Drafter:
         with torch.inference_mode():
             self._cost_ms = measure(step, (1,), repeats).ms[0]
         self.sessions.release([0])
+
+    @property
+    def block_size(self) -> int:
+        """B, the rows of a draft."""
+        return self._config.block_size
+
+    def on_device(self) -> DeviceDraft:
+        """The same drafter over the same pool, for rounds that stay on the device."""
+        from ddtree.device.drafting import DeviceDraft  # kernels: not everywhere installed
+
+        return DeviceDraft(self._model, self._embedding, self._head, self._target_ids, self.pool)
 
     def info(self) -> DrafterInfo:
         """What the orchestrator must know."""

@@ -80,7 +80,7 @@ class TargetVerifier:
             grammars: compiles what sequences are guided by; without it none may be.
         """
         self.target = target
-        self._projection = projection
+        self.projection = projection
         self._limits = limits
         self._draft_hash = draft_hash
         self._feature_size = feature_size
@@ -293,6 +293,6 @@ class TargetVerifier:
     def _project(self, step: TargetStep, slots: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
         """Project the taps of some rows (all when None) and keep them beside the rows' KV slots."""
         taps = step.taps if rows is None else [tap[rows] for tap in step.taps]
-        features: torch.Tensor = self._projection(torch.cat(list(taps), dim=-1))
+        features: torch.Tensor = self.projection(torch.cat(list(taps), dim=-1))
         self.pool.features[slots] = features
         return features

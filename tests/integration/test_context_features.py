@@ -49,5 +49,5 @@ async def test_features_are_those_of_a_plain_forward(
         with torch.inference_mode():
             hidden = reference.model(torch.tensor([context.ids]), output_hidden_states=True).hidden_states
             taps = torch.cat([hidden[tap + 1][0] for tap in TAPS], dim=-1)
-            expected = verifier._projection(taps)
+            expected = verifier.projection(taps)
         assert torch.allclose(torch.cat(context.features), expected, atol=1e-4)

@@ -16,6 +16,7 @@ from torch.nn import functional
 from transformers import AttentionInterface
 
 from ddtree.attention.plan import StepPlan
+from ddtree.device.plan import DevicePlan
 
 # Not named after sdpa: transformers would refuse it for models whose own sdpa path is missing (GPT-OSS).
 ATTENTION_NAME = "ddtree_tree"
@@ -44,7 +45,7 @@ def tree_attention(
     value: torch.Tensor,  # [1, kv_heads, rows, head_dim]
     attention_mask: torch.Tensor | None,
     *,
-    ddtree_plan: StepPlan,
+    ddtree_plan: StepPlan | DevicePlan,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -75,6 +76,14 @@ def tree_attention(
             raise UnsupportedAttention(name)
     if not options.get("is_causal", getattr(module, "is_causal", True)):
         raise UnsupportedAttention("attention that is not causal")
+    if isinstance(ddtree_plan, DevicePlan):
+        from ddtree.device.attend import attend  # kernels: not everywhere installed
+
+        attended = attend(
+            module, query, key, value, ddtree_plan,
+            scaling=scaling, sliding_window=sliding_window, softcap=softcap, s_aux=s_aux,
+        )  # fmt: skip
+        return attended, None
     layer = ddtree_plan.page_layer(int(module.layer_idx))  # type: ignore[arg-type]
     ddtree_plan.pool.write(layer, ddtree_plan.slots, key[0].transpose(0, 1), value[0].transpose(0, 1))
     outputs = []

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from ddtree.attention import sdpa
 from ddtree.attention.plan import StepPlan
+from ddtree.device.plan import DevicePlan
 from ddtree.errors import CheckpointError
 from ddtree.hybrid_cache import HybridPool
 from ddtree.kv_cache import CacheShape, KvPool
@@ -37,8 +38,15 @@ class TargetStep:
 class Target(Protocol):
     """What the verifier asks of a target, whoever runs its layers."""
 
-    vocab_size: int
-    context_length: int
+    @property
+    def vocab_size(self) -> int:
+        """Tokens of the vocabulary, V."""
+        ...
+
+    @property
+    def context_length(self) -> int:
+        """Most tokens of a sequence."""
+        ...
 
     @property
     def dtype(self) -> torch.dtype:
@@ -177,9 +185,23 @@ class TargetModel:
         keep: torch.Tensor,  # [kept] int64, rows whose logits are wanted
     ) -> TargetStep:
         """Run one packed step; keys and values are staged in the plan's slots as a side effect."""
+        return self._run(token_ids, plan.positions, plan, keep)
+
+    @torch.inference_mode()
+    def device_forward(
+        self,
+        token_ids: torch.Tensor,  # [S, T] int64
+        plan: DevicePlan,
+    ) -> TargetStep:
+        """Run one packed step by values on the device, without a look at the host; gives all rows' logits."""
+        return self._run(token_ids.view(-1), plan.rows.positions.view(-1).long(), plan, 0)
+
+    def _run(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, plan: Any, keep: torch.Tensor | int
+    ) -> TargetStep:
         output = self.model(
             input_ids=token_ids[None],
-            position_ids=plan.positions[None],
+            position_ids=positions[None],
             use_cache=False,
             logits_to_keep=keep,
             ddtree_plan=plan,

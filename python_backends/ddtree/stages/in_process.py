@@ -10,10 +10,12 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import torch
 
+from ddtree.device.messages import RoundRequest, RoundResult, RoundSizes
 from ddtree.events import Observe, ignore, watch_call
 from ddtree.stages.base import DRAFTER, TARGET_VERIFIER, TREE_BUILDER, StageInfo
 from ddtree.tree import build_trees
@@ -36,6 +38,19 @@ from ddtree.verify import TargetVerifier
 _Result = TypeVar("_Result")
 
 
+class RoundStage(Protocol):
+    """Both stages together, where they share a device: whole rounds in one call."""
+
+    @property
+    def sizes(self) -> RoundSizes:
+        """What is prepared."""
+        ...
+
+    def run(self, request: RoundRequest) -> RoundResult:
+        """Draft, build trees, verify and commit."""
+        ...
+
+
 class DraftStage(Protocol):
     """A drafter with its sessions: the DFlash one, or any other that proposes candidates."""
 
@@ -52,6 +67,15 @@ class DraftStage(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class LoadedStages:
+    """What a loader gives."""
+
+    verifier: TargetVerifier
+    drafter: DraftStage
+    rounds: RoundStage | None = None  # where both share a device
+
+
 def _one_thread() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(1, thread_name_prefix="ddtree-stages")
 
@@ -65,8 +89,10 @@ class InProcessStages:
         drafter: DraftStage,
         observe: Observe = ignore,
         thread: ThreadPoolExecutor | None = None,
+        rounds: RoundStage | None = None,
     ) -> None:
-        """Take the stages and, if they were built on one, the thread that computes."""
+        """Take the stages, their rounds, and the thread that computes if they were built on one."""
+        self._rounds = rounds
         self.verifier = verifier
         self.drafter = drafter
         self.observe = observe
@@ -74,15 +100,15 @@ class InProcessStages:
         self._threads = self._thread.submit(torch.get_num_threads).result()
 
     @classmethod
-    def build(cls, load: Callable[[], tuple[TargetVerifier, DraftStage]]) -> InProcessStages:
+    def build(cls, load: Callable[[], LoadedStages]) -> InProcessStages:
         """Load the stages on the thread that will run them: each computing thread has an OpenMP team."""
         thread = _one_thread()
         try:
-            verifier, drafter = thread.submit(load).result()
+            loaded = thread.submit(load).result()
         except BaseException:
             thread.shutdown(wait=False)
             raise
-        return cls(verifier, drafter, thread=thread)
+        return cls(loaded.verifier, loaded.drafter, thread=thread, rounds=loaded.rounds)
 
     async def describe(self) -> StageInfo:
         """What is loaded, and what the stages hold now.
@@ -94,7 +120,19 @@ class InProcessStages:
         torch.set_num_threads(1)  # of this thread; MKL knows one number only, so the stages' comes last
         await self._run(torch.set_num_threads, self._threads)
         verifier = await self._ask(TARGET_VERIFIER, "describe", self.verifier.info)
-        return StageInfo(verifier, await self._ask(DRAFTER, "describe", self.drafter.info))
+        drafter = await self._ask(DRAFTER, "describe", self.drafter.info)
+        return StageInfo(verifier, drafter, None if self._rounds is None else self)
+
+    @property
+    def sizes(self) -> RoundSizes:
+        """Of the rounds that these stages can do in one call."""
+        assert self._rounds is not None, "`describe` says whether there are any"
+        return self._rounds.sizes
+
+    async def round(self, request: RoundRequest) -> RoundResult:
+        """Do a whole round in one call."""
+        assert self._rounds is not None, "`describe` says whether there are any"
+        return await self._ask(TARGET_VERIFIER, "round", self._rounds.run, request)
 
     async def prefill(self, request: PrefillRequest) -> PrefillResult:
         """Let the target read chunks of committed ids."""

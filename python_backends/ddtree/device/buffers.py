@@ -1,0 +1,130 @@
+"""What a step of one size reads: filled on the host for every place, sent as one copy, at fixed addresses.
+
+This module knows sessions' pages and lengths; not what is computed with them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ddtree.device.mailbox import Mailbox, Section
+from ddtree.device.rows import DeviceRows
+from ddtree.device.trees import DeviceTrees
+from ddtree.kv_cache import Pages
+from ddtree.sessions import Session
+from ddtree.types import TreeBatch
+
+
+@dataclass(frozen=True)
+class StepSize:
+    """Room for `places` sequences of `nodes` draft nodes each, and their roots."""
+
+    places: int
+    nodes: int
+
+    @property
+    def rows(self) -> int:
+        """Rows of the whole step."""
+        return self.places * (self.nodes + 1)
+
+
+@dataclass(frozen=True)
+class CacheSize:
+    """How far a sequence's pages reach in one pool."""
+
+    pages: int  # most of one sequence
+    page_size: int
+
+
+@dataclass(frozen=True)
+class TreeWish:
+    """What tree a sequence is to get."""
+
+    budget: int  # most draft nodes
+    depth: int  # deepest useful draft position
+    is_chain: bool
+
+
+class StepBuffers:
+    """Inputs of one size of step, of the target alone and of whole rounds."""
+
+    def __init__(self, size: StepSize, target: CacheSize, draft: CacheSize, device: torch.device) -> None:
+        self.size = size
+        self.draft_page_size = draft.page_size
+        self.reach = min(cache.pages * cache.page_size for cache in (target, draft))  # slots of a sequence
+        places, nodes = size.places, size.nodes
+        one, tree = Section((places,)), Section((places, nodes))
+        self.box = Mailbox(
+            {
+                "lengths": one,
+                "roots": Section((places,), torch.int64),
+                "active": Section((places,), torch.bool),
+                "states": Section((places,), torch.int64),
+                "page_table": Section((places, target.pages)),
+                "draft_table": Section((places, draft.pages)),
+                "has_drafter": Section((places,), torch.bool),
+                "budgets": one,
+                "limits": one,  # deepest useful draft position
+                "is_chain": Section((places,), torch.bool),
+                "tokens": tree,
+                "parents": tree,
+                "depths": tree,
+                "counts": one,
+            },
+            device,
+        )
+        views = self.box.device
+        self.trees = DeviceTrees(
+            views["tokens"],
+            views["parents"],
+            views["depths"],
+            views["counts"],
+            torch.zeros((places, nodes), dtype=torch.float32, device=device),
+        )
+        made = DeviceRows.empty(places, nodes + 1, 1, target.page_size, device)
+        self.rows = DeviceRows(
+            views["page_table"], views["lengths"], made.counts, made.depths, made.bits, made.slots,
+            target.page_size,
+        )  # fmt: skip
+        self.token_ids = torch.zeros((places, nodes + 1), dtype=torch.int64, device=device)
+        # Whose pages stand where: a table is long, and most sequences stay in their places.
+        self._held: dict[str, list[Pages | None]] = {}
+
+    def clear(self) -> None:
+        """Begin a step without sequences."""
+        host = self.box.host
+        for name in ("active", "has_drafter", "lengths", "budgets", "limits", "is_chain", "counts"):
+            host[name][...] = 0
+
+    def put(self, place: int, session: Session, root: int) -> None:
+        """Give a sequence of the target its place."""
+        host = self.box.host
+        host["active"][place] = True
+        host["lengths"][place] = session.length
+        host["roots"][place] = root
+        self._put_pages("page_table", place, session.pages)
+
+    def put_drafter(self, place: int, session: Session, wish: TreeWish) -> None:
+        """Let a sequence draft: its drafter's context is as long as the target's."""
+        host = self.box.host
+        host["has_drafter"][place] = True
+        host["budgets"][place] = wish.budget
+        host["limits"][place] = wish.depth
+        host["is_chain"][place] = wish.is_chain
+        self._put_pages("draft_table", place, session.pages)
+
+    def put_trees(self, trees: TreeBatch) -> None:
+        """Give the first places trees that were built on the host."""
+        host, (count, nodes) = self.box.host, trees.tokens.shape
+        for name in ("tokens", "parents", "depths"):
+            host[name][:count, :nodes] = getattr(trees, name).cpu().numpy()
+        host["counts"][:count] = trees.counts.cpu().numpy()
+
+    def _put_pages(self, table: str, place: int, pages: Pages) -> None:
+        held = self._held.setdefault(table, [None] * self.size.places)
+        if held[place] is not pages:
+            self.box.host[table][place, : len(pages.indices)] = np.asarray(pages.indices, dtype=np.int32)
+            held[place] = pages

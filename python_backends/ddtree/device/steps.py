@@ -1,0 +1,102 @@
+"""The target's step on the device, captured for a few sizes; trees come from the host or from the device.
+
+A step lays out rows for its trees, runs the target over them and chooses the most probable token after every
+row. This module knows the target and its pool; not sessions, acceptance or the drafter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ddtree.device.buffers import CacheSize, StepBuffers, StepSize
+from ddtree.device.graphs import Captured, GraphMaker
+from ddtree.device.kernels.layout import lay_out
+from ddtree.device.plan import DevicePlan
+from ddtree.kv_cache import KvPool
+from ddtree.models.target import TargetModel
+
+# Draft nodes of a sequence that steps are prepared for: with the root, rows fill a matrix product's tiles.
+NODE_SIZES = (0, 7, 15, 31, 64, 127, 256)
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """What one step gives; valid until the next step of any size."""
+
+    next_tokens: torch.Tensor  # [S, T] int64
+    logits: torch.Tensor  # [S * T, V]
+    taps: torch.Tensor  # [S * T, taps * H]
+
+
+def sizes_for(max_sequences: int, max_nodes: int, most_rows: int) -> tuple[StepSize, ...]:
+    """The sizes to prepare: powers of two of places, and trees as large as a step may be."""
+    places, every = 1, []
+    while places < max_sequences:
+        every.append(places)
+        places *= 2
+    every.append(max_sequences)
+    nodes = sorted({min(size, max_nodes) for size in NODE_SIZES})
+    return tuple(StepSize(p, n) for p in every for n in nodes if not n or p * n <= most_rows)
+
+
+class TargetSteps:
+    """The target's steps by size."""
+
+    def __init__(
+        self,
+        target: TargetModel,
+        pool: KvPool,
+        sizes: Sequence[StepSize],
+        caches: tuple[CacheSize, CacheSize],
+        maker: GraphMaker,
+    ) -> None:
+        """Allocate what steps read and write.
+
+        Args:
+            target: the model; its decoder layers may be fused.
+            pool: where its keys and values go.
+            sizes: what to prepare.
+            caches: pages of the target and of the drafter.
+            maker: captures on the target's device.
+        """
+        self.sizes = tuple(sizes)
+        self._target, self._pool, self._maker = target, pool, maker
+        self.buffers: Mapping[StepSize, StepBuffers] = {
+            size: StepBuffers(size, *caches, target.device) for size in sizes
+        }
+        rows = max(size.rows for size in sizes)
+        self._logits = torch.empty((rows, target.vocab_size), dtype=target.dtype, device=target.device)
+        self._steps: dict[StepSize, Captured[StepOutput]] = {}
+
+    def prepare(self, on_progress: Callable[[StepSize], None] | None = None) -> None:
+        """Capture every size, the largest first: the others then fit into its memory."""
+        for size in sorted(self.sizes, key=lambda size: -size.rows):
+            self._steps[size] = self._maker.capture(self._work(self.buffers[size]))
+            if on_progress is not None:
+                on_progress(size)
+
+    def size_for(self, sequences: int, nodes: int) -> StepSize | None:
+        """The smallest prepared size that holds a batch; None when there is none."""
+        fitting = (size for size in self.sizes if size.places >= sequences and size.nodes >= nodes)
+        return min(fitting, key=lambda size: (size.rows, size.places), default=None)
+
+    def run(self, size: StepSize) -> StepOutput:
+        """Enqueue the step over what its buffers hold on the device."""
+        return self._steps[size]()
+
+    def _work(self, buffers: StepBuffers) -> Callable[[], StepOutput]:
+        plan = DevicePlan(buffers.rows, self._pool)
+        views = buffers.box.device
+
+        def step() -> StepOutput:
+            lay_out(buffers.trees, views["roots"], views["active"], buffers.rows, buffers.token_ids)
+            output = self._target.device_forward(buffers.token_ids, plan)
+            logits = self._logits[: buffers.size.rows]
+            logits.copy_(output.logits)
+            tokens = output.logits.argmax(dim=-1).view(buffers.token_ids.shape)
+            return StepOutput(tokens, logits, torch.cat(output.taps, dim=-1))
+
+        return step
