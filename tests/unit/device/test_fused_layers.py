@@ -31,7 +31,7 @@ from tests.fakes.device import DEVICE
 from tests.fakes.random_trees import depths_of, path_to, random_parents
 from tests.fakes.target_families import COMMON, FAMILIES, WINDOW, save_checkpoint
 
-ROWS, PAGE = 6, 16
+ROWS, PAGE = 5, 16
 LAYERS = 2  # one of each type where a family has two
 FAMILY_NAMES = ("llama, tied and biased", "qwen2, sliding", "qwen3, sliding", "mistral")
 LEFT_ALONE = ("qwen3 moe", "gemma2", "gpt-oss")
@@ -171,8 +171,8 @@ def test_half_precision_over_measured_products_stays_close_to_float32(tmp_path: 
     dtype = torch.bfloat16 if DEVICE.type == "cuda" else torch.float16  # the interpreter cuts bfloat16 off
     target = load(tmp_path, config_of("qwen3"), str(dtype).removeprefix("torch."))
     assert fuse(target.model, MatmulChooser(DEVICE, None).linear) == LAYERS
-    place = random_place(random.Random(4), 9, 4)
-    found = run(target, [place])[0, :5].float()
+    place = random_place(random.Random(4), 9, ROWS - 1)
+    found = run(target, [place])[0].float()
     likeness = torch.nn.functional.cosine_similarity(found, plainly(reference(tmp_path), place), dim=-1)
     assert likeness.min() > 0.998
 
