@@ -1,8 +1,8 @@
-"""Decoder layers of Llama-like transformers models in eleven launches instead of thirty.
+"""Decoder layers of Llama-like transformers models in ten launches instead of thirty.
 
-    norm   q k v   turn   attention   output   add + norm   gate up   gate   down   add + norm of the next
-      │      │      │      (1 or 2)      │         │           │        │      │       │
-      └ kernels.layer, and a matrix product over merged weights in between ────────────┘
+    q k v   turn   attention   output   add + norm   gate up   gate   down   add + norm of the next layer
+      │      │     (1 or 2)      │          │           │        │      │       │
+      └ matrix products over merged weights, and kernels.layer in between ──────┘
 
 The model stays as it is: its classes, module names, `state_dict` and forward. Weights of projections with the
 same input are laid side by side once, and the model's own linears become views of them. A fused layer runs

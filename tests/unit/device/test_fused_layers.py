@@ -294,7 +294,7 @@ class _Recorded(TorchDispatchMode):
         return output
 
 
-def test_a_layer_is_eleven_launches_and_no_look_at_the_host(
+def test_a_layer_is_ten_launches_and_no_look_at_the_host(
     llama: TargetModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Kernels are stood in for by their shapes: in the interpreter they look at everything."""
