@@ -69,7 +69,8 @@ def make_case(form: Form, lengths: Sequence[int], counts: Sequence[int], seed: i
     source.shuffle(pages)
     rows = DeviceRows.empty(places, form.rows, columns, page_size, DEVICE)
     rows.page_table.fill_(WILD)
-    rows.lengths.copy_(torch.tensor(lengths))
+    stale = [length if count else WILD for length, count in zip(lengths, counts, strict=True)]
+    rows.lengths.copy_(torch.tensor(stale))
     rows.counts.copy_(torch.tensor(counts))
     pool = torch.full((2, len(pages) * page_size, form.kv_heads, form.head_dim), NAN)
     all_slots, all_parents = [], []

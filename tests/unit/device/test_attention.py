@@ -109,9 +109,10 @@ def test_a_window_skips_the_blocks_before_it() -> None:
     torch.testing.assert_close(found.cpu().double(), wanted, rtol=0, atol=1e-5)
 
 
-def test_a_window_ends_among_the_own_rows() -> None:
+@pytest.mark.parametrize("sight", Sight)
+def test_a_window_ends_among_the_own_rows(sight: Sight) -> None:
     """Deep rows see nothing of the prefix, and the first of their own sequence's rows no more either."""
-    form = Form(rows=40, groups=1, kv_heads=1, sight=Sight.CAUSAL, scoring=Scoring(0.3, window=5))
+    form = Form(rows=40, groups=1, kv_heads=1, sight=sight, scoring=Scoring(0.3, window=5))
     case = make_case(form, [3, 20], [40, 37])
     check(case, attend(case, SMALL))
 
@@ -202,6 +203,7 @@ def test_a_launch_fills_the_card_and_fits_it(heads: int, kv_heads: int, head_dim
             cut = tiling_for(shape)
             work = places * kv_heads * -(-shape.folded // cut.rows)
             assert work * cut.splits <= max(work, 264)
+            assert 1 <= cut.splits <= 64
             assert cut.splits == 64 or work * (cut.splits + 1) > 264
             width = 1 << (head_dim - 1).bit_length()
             assert (cut.rows + 2 * cut.stages * cut.keys) * width * item_bytes <= 227 * 1024
