@@ -1,12 +1,11 @@
-"""Fused decoder layers inside whole models: the logits of every node, the weights, and what is left alone."""
+"""Fused decoder layers inside whole models: the logits of every node, the weights, and the launches."""
 
 from __future__ import annotations
 
 import copy
 import logging
 import random
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,27 +13,34 @@ import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM, MistralConfig, PretrainedConfig
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+from transformers import AutoModelForCausalLM
 
-from ddtree.attention.plan import Segment, StepPlan
 from ddtree.device import fused_layers
-from ddtree.device.fused_layers import FusedLayer, PlainLinear, fuse
+from ddtree.device.fused_layers import PlainLinear, fuse
 from ddtree.device.kernels import layer
 from ddtree.device.matmul_choice import MatmulChooser
 from ddtree.device.plan import DevicePlan
 from ddtree.device.rows import DeviceRows
-from ddtree.kv_cache import KvPool, Pages
 from ddtree.models.target import TargetModel
-from ddtree.tree_mask import ancestor_bits
 from tests.fakes.device import DEVICE
-from tests.fakes.random_trees import depths_of, path_to, random_parents
-from tests.fakes.target_families import COMMON, FAMILIES, WINDOW, save_checkpoint
+from tests.fakes.device_step import (
+    EMPTY,
+    LAYERS,
+    PAGE,
+    ROWS,
+    config_of,
+    fused_of,
+    load,
+    new_pool,
+    plainly,
+    prefill_logits,
+    prefilled,
+    random_place,
+    reference,
+    run,
+)
 
-ROWS, PAGE = 5, 16
-LAYERS = 2  # one of each type where a family has two
 FAMILY_NAMES = ("llama, tied and biased", "qwen2, sliding", "qwen3, sliding", "mistral")
-LEFT_ALONE = ("qwen3 moe", "gemma2", "gpt-oss")
 
 
 @pytest.fixture(autouse=True)
@@ -43,103 +49,6 @@ def no_gradients(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.setattr(layer, "_MANY_PROGRAMS", 0)
     with torch.inference_mode():
         yield
-
-
-def config_of(family: str) -> PretrainedConfig:
-    common = MistralConfig(**COMMON, sliding_window=WINDOW) if family == "mistral" else FAMILIES[family]()
-    common.num_hidden_layers = LAYERS
-    if getattr(common, "layer_types", None):
-        common.layer_types = common.layer_types[:LAYERS]
-    return common
-
-
-@dataclass(frozen=True)
-class Place:
-    """One sequence: what is committed, and the tree behind it; node 0 is the root."""
-
-    prompt: Sequence[int]
-    tokens: Sequence[int]  # of the root and of nodes 1, 2, …
-    parents: list[int]  # of nodes 1, 2, …
-
-
-EMPTY = Place((), (), [])
-
-
-def random_place(source: random.Random, prompt: int, nodes: int) -> Place:
-    """A tree of several branches, some of them deeper than a window."""
-    tokens = [source.randrange(256) for _ in range(prompt + nodes + 1)]
-    return Place(tokens[:prompt], tokens[prompt:], random_parents(source, nodes, reach=3))
-
-
-def load(folder: Path, config: PretrainedConfig, dtype: str = "float32") -> TargetModel:
-    saved = save_checkpoint(folder, config)
-    return TargetModel.load(saved, dtype=dtype, device=DEVICE, taps=(0, 1))
-
-
-def new_pool(target: TargetModel) -> KvPool:
-    budget = 8 * PAGE * target.cache_shape(0).bytes_per_slot
-    return KvPool(target.cache_shape(0), budget_bytes=budget, page_size=PAGE, device=DEVICE)
-
-
-def prefilled(target: TargetModel, pool: KvPool, prompt: Sequence[int]) -> Pages:
-    """Commit a prompt by the model's own forward."""
-    pages = pool.reserve(2 * PAGE)
-    assert pages is not None
-    depths = torch.arange(len(prompt), device=DEVICE)
-    plan = StepPlan.build(pool, (Segment(0, len(prompt), pages, 0, depths, None),))
-    target.forward(torch.tensor(prompt, device=DEVICE), plan, torch.tensor([0], device=DEVICE))
-    return pages
-
-
-def staged(target: TargetModel, pool: KvPool, places: Sequence[Place]) -> DeviceRows:
-    """Rows of all places on the device; what is padding holds whatever an earlier step left there."""
-    rows = DeviceRows.empty(len(places), ROWS, 2, PAGE, DEVICE)
-    rows.depths.fill_(3)
-    rows.bits.fill_(-1)
-    for index, place in enumerate(places):
-        count = len(place.tokens)
-        if count == 0:
-            continue
-        pages = prefilled(target, pool, place.prompt)
-        start = len(place.prompt)
-        parents = torch.tensor([place.parents], dtype=torch.int32)
-        rows.page_table[index] = torch.tensor(pages.indices)
-        rows.lengths[index], rows.counts[index] = start, count
-        rows.depths[index, :count] = torch.tensor(depths_of(place.parents))
-        rows.bits[index, :count] = ancestor_bits(parents, torch.tensor([count - 1]))[0]
-        rows.slots[index, :count] = pages.slots[start : start + count]
-    return rows
-
-
-def run(target: TargetModel, places: Sequence[Place]) -> torch.Tensor:
-    """Logits of one step on the device, `[S, T, V]`."""
-    pool = new_pool(target)
-    plan = DevicePlan(staged(target, pool, places), pool)
-    tokens = torch.full((len(places), ROWS), 7, device=DEVICE)
-    for index, place in enumerate(places):
-        tokens[index, : len(place.tokens)] = torch.tensor(place.tokens)
-    logits = target.model(
-        input_ids=tokens.view(1, -1), position_ids=plan.rows.positions.view(1, -1), use_cache=False,
-        ddtree_plan=plan,
-    ).logits  # fmt: skip
-    return logits.view(len(places), ROWS, -1)  # type: ignore[no-any-return]
-
-
-def plainly(model: Any, place: Place) -> torch.Tensor:
-    """Logits of every node by a forward of its path alone, `[nodes + 1, V]`."""
-    logits = []
-    for node in range(len(place.tokens)):
-        ids = [*place.prompt, *(place.tokens[step] for step in path_to(place.parents, node))]
-        logits.append(model(torch.tensor([ids], device=DEVICE)).logits[0, -1])
-    return torch.stack(logits)
-
-
-def reference(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").to(DEVICE)
-
-
-def fused_of(model: nn.Module) -> list[str]:
-    return [name for name, part in model.named_modules() if isinstance(vars(part).get("forward"), FusedLayer)]
 
 
 def assert_alike(found: torch.Tensor, expected: torch.Tensor) -> None:
@@ -269,15 +178,6 @@ def test_the_given_linear_multiplies_every_weight_of_a_layer(llama: TargetModel)
     assert made == [(shape, True, gated) for shape, gated in shapes] * LAYERS
 
 
-@pytest.mark.parametrize("family", LEFT_ALONE)
-def test_layers_of_other_kinds_are_left_alone(family: str) -> None:
-    model = AutoModelForCausalLM.from_config(config_of(family))
-    weights = [parameter.data_ptr() for parameter in model.parameters()]
-    assert fuse(model) == 0
-    assert [parameter.data_ptr() for parameter in model.parameters()] == weights
-    assert not any("forward" in vars(module) for module in model.modules())
-
-
 class _Recorded(TorchDispatchMode):
     """Notes what PyTorch computes; fails where a value would be carried to the host."""
 
@@ -330,64 +230,6 @@ def test_a_layer_is_ten_launches_and_no_look_at_the_host(
     with _Recorded() as single:
         llama.model.model.layers[0].forward.fused(hidden.to(DEVICE), angles.to(DEVICE), angles, plan)
     assert single.computed == ["linear"] * 4, "PyTorch itself launches nothing else"
-
-
-class OwnLayer(LlamaDecoderLayer):  # type: ignore[misc]
-    """A subclass: whatever it changes, nobody here knows."""
-
-
-def other_class(layer: Any) -> None:
-    layer.__class__ = OwnLayer
-
-
-def other_activation(layer: Any) -> None:
-    layer.mlp.act_fn = nn.GELU()
-
-
-def hooked_part(layer: Any) -> None:
-    layer.self_attn.o_proj.register_forward_hook(lambda *_: None)
-
-
-def wrapped_forward(layer: Any) -> None:
-    layer.mlp.forward = layer.mlp.forward
-
-
-def other_linear(layer: Any) -> None:
-    layer.mlp.down_proj = PlainLinear(layer.mlp.down_proj.weight, None)
-
-
-def exact_norm(layer: Any) -> None:
-    layer.input_layernorm.double()
-
-
-def lone_bias(layer: Any) -> None:
-    layer.self_attn.k_proj.bias = None
-
-
-@pytest.mark.parametrize(
-    "change",
-    [other_class, other_activation, hooked_part, wrapped_forward, other_linear, exact_norm, lone_bias],
-)
-def test_a_layer_that_is_not_quite_its_class_is_left_alone(
-    llama: TargetModel, change: Callable[[Any], None]
-) -> None:
-    change(llama.model.model.layers[0])
-    place = random_place(random.Random(6), 3, 1)
-    expected = prefill_logits(llama, place) if change is not exact_norm else None
-    assert fuse(llama.model) == 1
-    assert fused_of(llama.model) == ["model.layers.1"]
-    if expected is not None:
-        assert torch.equal(prefill_logits(llama, place), expected)
-
-
-def prefill_logits(target: TargetModel, place: Place) -> torch.Tensor:
-    pool = new_pool(target)
-    pages = pool.reserve(PAGE)
-    assert pages is not None
-    count = len(place.prompt)
-    plan = StepPlan.build(pool, (Segment(0, count, pages, 0, torch.arange(count, device=DEVICE), None),))
-    rows = torch.arange(count, device=DEVICE)
-    return target.forward(torch.tensor(place.prompt, device=DEVICE), plan, rows).logits
 
 
 def test_a_kind_that_does_not_come_out_alike_is_left_alone(
