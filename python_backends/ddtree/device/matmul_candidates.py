@@ -18,7 +18,7 @@ from typing import Literal
 import torch
 
 _MOST = 8  # candidates of a bucket: each costs a compile once and a measurement for each weight
-_SHARED = 220 * 1024  # bytes of shared memory that one program may have, with room for the compiler's own
+_LEAST_BLOCK = 64  # columns: still one line of memory for each row of a weight
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _LEAST_BLOCKS = 4  # of a part of K: a pipeline that is never full reads slowly
 
@@ -106,7 +106,7 @@ def candidates(kind: ProductKind, bucket: Bucket, processors: int) -> tuple[Conf
     if kind.dtype.itemsize == 2:  # float32 without rounded factors gains nothing from tensor cores
         proposed += _tile_forms(kind, bucket, processors)
     for config in proposed:
-        if config not in found and _fits(config, kind, bucket):
+        if config not in found and config.block_k <= max(kind.size, _LEAST_BLOCK):
             found.append(config)
     return tuple(found[:_MOST])
 
@@ -163,12 +163,3 @@ def _tile_forms(kind: ProductKind, bucket: Bucket, processors: int) -> Iterator[
         yield Config("dot", 128, deep, 1, 8, 3)
         if is_small:
             yield Config("dot", 32, 64, 1, 4, 4)
-
-
-def _fits(config: Config, kind: ProductKind, bucket: Bucket) -> bool:
-    """Whether the blocks under way fit into shared memory, and a block is not wider than the weight."""
-    narrow = min(bucket.most, 144) if config.kind == "dot" else 1
-    under_way = config.stages * config.block_k * (config.block_n + max(16, narrow)) * kind.dtype.itemsize
-    if config.kind == "gemv":
-        under_way = config.stages * config.block_k * (config.block_n + 1) * kind.dtype.itemsize
-    return under_way <= _SHARED and config.block_k <= max(kind.size, 64)

@@ -10,11 +10,13 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from ddtree.device.kernels.matmul import RowTile, multiply
+from ddtree.device.kernels.matmul import RowTile, _weight_rows, multiply
 from ddtree.device.matmul_candidates import Config
 from tests.fakes.device import DEVICE
 
@@ -117,6 +119,21 @@ def test_row_counts_of_full_trees(rows: int, config: Config) -> None:
 def test_tiles_of_rows(rows: int, width: int, beside: int) -> None:
     assert RowTile.of(rows) == RowTile(width, beside)
     assert RowTile.of(rows).rows == width + beside
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _list_rows(found, first, outputs, BLOCK: tl.constexpr, GATED: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202, N803
+    tl.store(found + tl.arange(0, BLOCK), _weight_rows(first, outputs, BLOCK, GATED))
+
+
+@pytest.mark.parametrize(
+    ("gated", "rows"), [(False, [8, 9, 10, 10, 10, 10, 10, 10]), (True, [8, 19, 9, 20, 10, 21, 10, 21])]
+)
+def test_lanes_past_the_end_read_the_last_row(gated: bool, rows: list[int]) -> None:
+    """Nothing of them is stored, so what they read could not be seen, but where."""
+    found = torch.zeros(8, dtype=torch.int32, device=DEVICE)
+    _list_rows[(1,)](found, 8, 11, BLOCK=8, GATED=gated)
+    assert found.tolist() == rows
 
 
 def test_more_parts_than_blocks() -> None:

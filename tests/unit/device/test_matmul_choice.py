@@ -15,7 +15,6 @@ from torch.nn import functional
 from ddtree.device.kernels.matmul import multiply
 from ddtree.device.matmul_candidates import BUCKETS, Bucket, Config, ProductKind, bucket_of, candidates
 from ddtree.device.matmul_choice import MatmulChooser, SmallLinear, eager_gate, library_product
-from ddtree.device.matmul_file import Choice, ChoiceFile
 from tests.fakes.device import DEVICE
 
 CPU = torch.device("cpu")
@@ -212,17 +211,6 @@ def test_a_file_that_cannot_be_used_is_written_again(tmp_path: Path, spoil: Call
     tuned(bench, weight_of(), tmp_path)
     assert bench.measured > 0
     assert json.loads(path.read_text()) == good
-
-
-def test_other_versions_have_other_files(tmp_path: Path) -> None:
-    choice = {"1x1 float32": {16: Choice(None, 1.0, 1.0)}}
-    ChoiceFile.of(tmp_path, CPU).write(choice)
-    (path,) = tmp_path.iterdir()
-    key = json.loads(path.read_text())["key"]
-    assert set(key) == {"device", "torch", "triton", "kernels"}
-    assert ChoiceFile(path, key).read() == choice
-    for name in key:
-        assert ChoiceFile(path, {**key, name: "other"}).read() == {}
 
 
 def test_a_folder_that_refuses_is_no_error(tmp_path: Path) -> None:
