@@ -73,7 +73,7 @@ class EagerRound:
         plan = StepPlan.build(self._stages.verifier.pool, segments)
         tokens = nn.functional.pad(trees.tokens.long(), (1, 0), value=ROOT).flatten()
         step = self._pair.target.forward(tokens, plan, torch.arange(len(tokens), device=self._device))
-        return choose(step.logits)
+        return choose(step.logits).view(self._place.batch, rows)
 
     def round(self, nodes: int) -> Mapping[str, float]:
         """Draft, build, verify with its commit, and the accepted tokens as numbers of Python."""

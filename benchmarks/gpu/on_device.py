@@ -59,7 +59,7 @@ class DeviceRound:
         """The captured step alone, over a tree that stands in its buffers already."""
         if self._filled is None or self._filled[0] != nodes:
             self._filled = (nodes, self._fill(nodes))
-        return self._steps.run(self._filled[1]).next_tokens[:, : nodes + 1].flatten()
+        return self._steps.run(self._filled[1]).next_tokens[:, : nodes + 1]
 
     def round(self, nodes: int) -> Mapping[str, float]:
         """A round of one call."""

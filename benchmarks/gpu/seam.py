@@ -29,7 +29,11 @@ class RoundBench(Protocol):
         """
 
     def verify(self, nodes: int) -> torch.Tensor:
-        """The target's forward over root and `nodes` draft nodes a sequence; gives the token of every row."""
+        """The target's forward over root and `nodes` draft nodes of each of `S` sequences.
+
+        Returns:
+            The token of every row, `[S, nodes + 1]`.
+        """
 
     def round(self, nodes: int) -> Mapping[str, float]:
         """A whole round; the accepted tokens are on the host when it returns.

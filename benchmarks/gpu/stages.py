@@ -113,7 +113,7 @@ def measure_way(
     def verify(nodes: int) -> Callable[[], object]:
         return lambda: bench.verify(nodes)
 
-    tokens = bench.verify(max(rows.verified) - 1).tolist()
+    tokens = bench.verify(max(rows.verified) - 1).flatten().tolist()
     whole, parts = time_parts(bench.plain, device, seconds=seconds)
     facts: Facts = {
         "title": way.title,

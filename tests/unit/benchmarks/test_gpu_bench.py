@@ -14,6 +14,8 @@ from benchmarks.gpu import picture, report
 from benchmarks.gpu.eager import EagerRound
 from benchmarks.gpu.figures import FIGURES, summarise, table
 from benchmarks.gpu.limits import MemoryLimits
+from benchmarks.gpu.on_device import DeviceRound
+from benchmarks.gpu.opened import ROOT
 from benchmarks.gpu.placement import Placement
 from benchmarks.gpu.read_kernel import programs_for, sum_all
 from benchmarks.gpu.run import main
@@ -21,7 +23,10 @@ from benchmarks.gpu.seam import WAYS
 from benchmarks.gpu.shapes import make_pair, qwen3_8b, qwen36_27b, tiny_hybrid, tiny_qwen3
 from benchmarks.gpu.stages import SHORT, Rows, measure_way
 from benchmarks.gpu.timing import Timing, time_parts
+from ddtree.draft import Drafter
 from tests.fakes.device import DEVICE
+from tests.fakes.plain_kernels import in_place_of_kernels
+from tests.fakes.scripted_draft import ScriptedDraft, ScriptedDrafter
 from tests.fakes.tiny_models import make_draft, make_target
 
 KEYS = {
@@ -161,6 +166,21 @@ def test_every_way_gives_every_number(name: str) -> None:
     assert set(facts["verify"]) == {"17", "65"}
     assert facts["parts"]["verify"] == facts["verify"]["65"]["ms"]
     assert facts["round"]["ms"] == pytest.approx(sum(facts["parts"].values()))
+
+
+def test_rounds_on_the_device_are_replayed_and_choose_the_same_tokens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Drafter, "on_device", ScriptedDrafter.on_device)
+    monkeypatch.setattr(ScriptedDraft, "text", [ROOT] * 200)
+    pair, place = make_pair(tiny_qwen3(), torch.device("cpu"), torch.float32), Placement(70, most_nodes=20)
+    tokens = {nodes: EagerRound(pair, place).verify(nodes) for nodes in (20, 5)}
+    with in_place_of_kernels():
+        bench = DeviceRound(pair, place)
+        for _ in range(2):
+            assert all(torch.equal(bench.verify(nodes), tokens[nodes]) for nodes in tokens)
+            assert set(bench.plain()) == {"verify"}
+            assert set(bench.round(20)) == {"draft", "build", "verify"}
 
 
 def test_the_sizes_are_those_of_the_public_models() -> None:
