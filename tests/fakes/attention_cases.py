@@ -118,7 +118,8 @@ def _write_tree(
         own = max(0, min(64, count - 64 * word))
         beyond = 0 if own == 64 else -(1 << own)
         rows.bits[place, :count, word] = (exact[:, word] | (garbage[:count, word] & beyond)).to(DEVICE)
-    depths = depths_of(parents) if sight == Sight.TREE else list(range(count))
+    # Two positions a row in a chain: a window counts positions, not rows.
+    depths = depths_of(parents) if sight == Sight.TREE else list(range(0, 2 * count, 2))
     rows.depths[place, :count] = torch.tensor(depths, dtype=torch.int32).to(DEVICE)
 
 
@@ -148,7 +149,7 @@ def expected(case: Case) -> torch.Tensor:
 def _one_place(case: Case, place: int, count: int) -> torch.Tensor:
     form, scoring, slots = case.form, case.form.scoring, case.slots[place]
     is_tree = form.sight == Sight.TREE
-    depths = torch.tensor(depths_of(case.parents[place]) if is_tree else list(range(count)))
+    depths = case.rows.depths[place, :count].cpu()
     own = torch.ones(count, count, dtype=torch.bool)
     if form.sight == Sight.CAUSAL:
         own = own.tril()

@@ -58,7 +58,6 @@ def _attend_kernel(
     folded, lane = tile * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDTH)
     row, head, inside = folded // GROUPS, kv_head * GROUPS + folded % GROUPS, lane < HEAD_DIM
     count, length = tl.load(counts + place), tl.load(lengths + place)
-    length = tl.where(count > 0, length, 0)  # that of an empty place may be anything
     depths, bits = depths + place * rows, bits + place * rows * words
     depth = tl.load(depths + row, mask=row < count, other=_FAR)
     begin, end = share(length, count, depth, tile, split, window, GROUPS, SIGHT, WINDOWED, ROWS, KEYS, SPLITS)
