@@ -84,7 +84,8 @@ def test_an_arm_that_takes_its_process_with_it_takes_no_other(tmp_path: Path) ->
     arms = [make_arm(name) for name in ("dying", "two", "three")]
     results = Results(tmp_path, SETTINGS)
     with pytest.raises(ArmsFailed, match=r"dying \(its process ended with code 3\); run the command again"):
-        list(run_arms(arms, results, MakeFakeBench(tmp_path, dying="dying"), 2))
+        list(run_arms(arms, results, MakeFakeBench(tmp_path, dying="dying", together=3), 2))
+    assert len(set(begun(tmp_path).values())) == 3, "another process took the dead one's place"
     assert stored(tmp_path) == {"two", "three"}
     list(run_arms(arms, results, MakeFakeBench(tmp_path), 2))
     assert stored(tmp_path) == {"dying", "two", "three"}
