@@ -83,22 +83,26 @@ def prefix(
     """Take in blocks of committed keys; `FULL`: none of them reaches beyond the last key."""
     lane, place = tl.arange(0, WIDTH), tl.arange(0, KEYS)
     inside = lane < HEAD_DIM
+    within = place[:, None] * pool_slot + lane[None, :]  # a block's addresses, were it the pool's first
     pages = pages_of(table, begin, length, PAGE, KEYS)
     for block in tl.range(begin, end, num_stages=STAGES):
         key = block * KEYS + place
         there = key < length
-        slot = pages.to(tl.int64) * PAGE + key % PAGE
+        if PAGE % KEYS == 0:  # one product for all keys: a product for each is a quarter of the loop
+            first, at = pages.to(tl.int64) * PAGE + block % (PAGE // KEYS) * KEYS, within
+        else:
+            first, at = 0, (pages.to(tl.int64) * PAGE + key % PAGE)[:, None] * pool_slot + lane[None, :]
+        own_keys, own_values = pool_keys + first * pool_slot, pool_values + first * pool_slot
         pages = pages_of(table, block + 1, length, PAGE, KEYS)  # early: the next block waits for nothing
-        at = slot[:, None] * pool_slot + lane[None, :]
         if FULL and WIDTH == HEAD_DIM:
-            keys, values = tl.load(pool_keys + at), tl.load(pool_values + at)
+            keys, values = tl.load(own_keys + at), tl.load(own_values + at)
         elif FULL:
-            keys = tl.load(pool_keys + at, mask=inside[None, :], other=0.0)
-            values = tl.load(pool_values + at, mask=inside[None, :], other=0.0)
+            keys = tl.load(own_keys + at, mask=inside[None, :], other=0.0)
+            values = tl.load(own_values + at, mask=inside[None, :], other=0.0)
         else:
             mask = there[:, None] & inside[None, :]
-            keys = tl.load(pool_keys + at, mask=mask, other=0.0)
-            values = tl.load(pool_values + at, mask=mask, other=0.0)
+            keys = tl.load(own_keys + at, mask=mask, other=0.0)
+            values = tl.load(own_values + at, mask=mask, other=0.0)
         scores = score(queries, keys, scale, cap, CAPPED)
         if WINDOWED:
             near = length + depth[:, None] - key[None, :] < window
@@ -123,7 +127,8 @@ def visible(
         if KEYS > 64:
             second = tl.load(at + 1, mask=live & (first // 64 + 1 < words), other=0)[:, None]
             word = tl.where((other // 64 == first // 64)[None, :], word, second)
-        seen = seen & (((word >> (other % 64).to(tl.int64)[None, :]) & 1) != 0)
+        bit = tl.arange(0, KEYS) % 64 + (first % 64 if KEYS < 64 else 0)
+        seen = seen & (((word >> bit.to(tl.int64)[None, :]) & 1) != 0)
     if SIGHT == _CAUSAL:
         seen = seen & (other[None, :] <= row[:, None])
     if WINDOWED:
