@@ -27,7 +27,7 @@ from ddtree.trtllm.stage import load_engine_verifier
 from ddtree.verify import TargetVerifier, VerifierLimits
 
 if TYPE_CHECKING:
-    from ddtree.device.rounds import DeviceRounds
+    from ddtree.device.loading import Acceleration
 
 _LOG = logging.getLogger(__name__)
 _MIB = 1 << 20
@@ -42,7 +42,14 @@ def load_verifier(config: ServingConfig) -> TargetVerifier | NativeChainVerifier
     draft = _open_draft(config)
     if config.engine != "torch":
         return load_engine_verifier(config, draft, lambda target: build_verifier(config, draft, target))
-    return build_verifier(config, draft, _load_target(config, draft))
+    target = _load_target(config, draft)
+    fast = _acceleration(config, target.device)
+    if fast is None or not isinstance(target, TargetModel):
+        return build_verifier(config, draft, target)
+    fast.take_target(target)
+    verifier = build_verifier(config, draft, target)
+    fast.finish(verifier, None)
+    return verifier
 
 
 def load_drafter(config: ServingConfig) -> Drafter:
@@ -52,7 +59,11 @@ def load_drafter(config: ServingConfig) -> Drafter:
         CheckpointError: target or draft cannot be used, or do not fit each other.
     """
     _set_threads(config)
-    return _build_apart(config, _open_draft(config))
+    drafter = _build_apart(config, _open_draft(config))
+    fast = _acceleration(config, drafter.pool.features.device)
+    if fast is not None:
+        fast.finish(None, drafter)
+    return drafter
 
 
 def load_in_process(config: ServingConfig) -> InProcessStages:
@@ -68,32 +79,29 @@ def load_in_process(config: ServingConfig) -> InProcessStages:
     def load() -> LoadedStages:
         draft = _open_draft(config)
         target = _load_target(config, draft)
+        fast = _acceleration(config, target.device)
+        if fast is not None and isinstance(target, TargetModel):
+            fast.take_target(target)
         if isinstance(target, TargetModel) and _draft_device(config) == loading.place(target.device):
             drafter = build_drafter(config, draft, target.embedding, target.head)
         else:
             drafter = _build_apart(config, draft)
         verifier = build_verifier(config, draft, target)
-        return LoadedStages(verifier, drafter, _prepare_rounds(config, verifier, drafter, target))
+        return LoadedStages(verifier, drafter, None if fast is None else fast.finish(verifier, drafter))
 
     return InProcessStages.build(load)
 
 
-def _prepare_rounds(
-    config: ServingConfig, verifier: TargetVerifier, drafter: Drafter, target: Target
-) -> DeviceRounds | None:
-    """Let whole rounds stay on the device where that is worth it and possible; None elsewhere."""
-    is_shared = isinstance(target, TargetModel) and drafter.pool.features.device == target.device
-    if not (config.device_rounds and is_shared and target.device.type == "cuda"):
+def _acceleration(config: ServingConfig, device: torch.device) -> Acceleration | None:
+    """What makes stages fast on a GPU; None on a CPU, and where it is switched off."""
+    if not config.cuda_graphs or device.type != "cuda":
         return None
-    assert isinstance(target, TargetModel), "what shares a device with a drafter is one"
-    if verifier.pool.states is not None:
-        _LOG.info("rounds do not stay on the device: the target has recurrent layers")
+    try:
+        from ddtree.device.loading import Acceleration  # kernels: not everywhere installed
+    except ImportError as error:
+        _LOG.warning("the GPU is used without kernels and graphs, much more slowly: %s", error)
         return None
-    from ddtree.device.loading import Preparation, prepare_rounds  # kernels: not everywhere installed
-    from ddtree.device.steps import sizes_for
-
-    sizes = sizes_for(config.max_sequences, config.max_nodes, config.max_step_nodes)
-    return prepare_rounds(verifier, drafter, target, Preparation(sizes, target.context_length))
+    return Acceleration(config, device)
 
 
 def _build_apart(config: ServingConfig, draft: DraftCheckpoint) -> Drafter:

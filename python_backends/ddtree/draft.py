@@ -22,6 +22,7 @@ from ddtree.sessions import Session, SessionTable
 from ddtree.types import DrafterInfo, DraftRequest, DraftResult, Usage
 
 if TYPE_CHECKING:
+    from ddtree.device.draft_steps import DraftSteps
     from ddtree.device.drafting import DeviceDraft
 
 _COST_CONTEXT = 256  # context tokens behind which the draft's cost is measured
@@ -72,7 +73,7 @@ class Drafter:
             draft_hash: hash of the draft checkpoint.
             target_ids: `[V]` int64 when the head is the draft's own, the token that each of its outputs is.
         """
-        self._model = model
+        self.model = model
         self._config: DraftConfig = model.config
         self._embedding = embedding
         self._head = head
@@ -94,6 +95,7 @@ class Drafter:
         keys = PageKeys(draft_hash, limits.page_size) if limits.prefix_cache else None
         self.sessions = SessionTable(self.pool, ttl_s=limits.session_ttl_s, keys=keys)
         self._cost_ms = 1.0
+        self._steps: DraftSteps | None = None
 
     def measure_cost(self, repeats: int = 3) -> None:
         """Time one draft of one sequence on this machine; `info` reports it."""
@@ -101,11 +103,11 @@ class Drafter:
         session = self.sessions.open(0, 0, count)
         assert session is not None, "the cost is measured before the first session"
         session.length = count
-        root = torch.zeros(1, dtype=torch.int64, device=self._device)
+        root = torch.zeros(1, dtype=torch.int64)
         depth = self._config.block_size - 1
 
         def step(_: int) -> None:
-            self._candidates([session], root, depth, self._width(_COST_WIDTH))
+            self._candidates([session], root, depth, self._width(_COST_WIDTH)).ids.cpu()  # waits for a GPU
 
         with torch.inference_mode():
             self._cost_ms = measure(step, (1,), repeats).ms[0]
@@ -116,11 +118,16 @@ class Drafter:
         """B, the rows of a draft."""
         return self._config.block_size
 
+    def use(self, steps: DraftSteps, repeats: int = 10) -> None:
+        """Draft through captured passes from now on, where they fit, and report what those cost."""
+        self._steps = steps
+        self.measure_cost(repeats)
+
     def on_device(self) -> DeviceDraft:
         """The same drafter over the same pool, for rounds that stay on the device."""
         from ddtree.device.drafting import DeviceDraft  # kernels: not everywhere installed
 
-        return DeviceDraft(self._model, self._embedding, self._head, self._target_ids, self.pool)
+        return DeviceDraft(self.model, self._embedding, self._head, self._target_ids, self.pool)
 
     def info(self) -> DrafterInfo:
         """What the orchestrator must know."""
@@ -153,12 +160,12 @@ class Drafter:
         width = self._width(request.width)
         top_ids = torch.zeros((len(found), depth, width), dtype=torch.int32)
         top_log_probs = torch.full((len(found), depth, width), -torch.inf)
-        edges = torch.zeros((len(found), depth, width, width)) if self._model.candidate_selector else None
+        edges = torch.zeros((len(found), depth, width, width)) if self.model.candidate_selector else None
         if sessions:
             self._extend(request, found)
         if sessions and depth > 0:
             places = torch.tensor(live)
-            roots = request.root_tokens[places].to(self._device).long()
+            roots = request.root_tokens[places].long()
             drafted = self._candidates(sessions, roots, depth, width)
             top_ids[places] = drafted.ids.int().cpu()
             top_log_probs[places] = drafted.log_probs.cpu()
@@ -204,7 +211,7 @@ class Drafter:
             start += count
         features = request.context_features[torch.cat(rows)].to(self._device)
         if len(features):
-            keys, values = self._model.context_kv(features, torch.cat(positions))
+            keys, values = self.model.context_kv(features, torch.cat(positions))
             self.pool.write_layers(torch.cat(slots), keys, values)
         start = 0
         for session, count in zip(found, counts, strict=True):
@@ -214,8 +221,8 @@ class Drafter:
 
     def _width(self, wanted: int) -> int:
         """Candidates per position. A selector is made for a number of its own, whatever a tree can use."""
-        if self._model.candidate_selector is not None:
-            return self._model.candidate_selector.top_k
+        if self.model.candidate_selector is not None:
+            return self.model.candidate_selector.top_k
         choices = self._embedding.shape[0] if self._target_ids is None else len(self._target_ids)
         return min(wanted, choices)
 
@@ -227,6 +234,14 @@ class Drafter:
         The block always has the trained width: fewer masks would change every proposal of a non-causal
         drafter. Only the rows that are wanted go through the output head.
         """
+        if self._steps is not None and width <= self._steps.width:
+            best = self._steps.candidates(sessions, roots)
+            if best is not None:
+                edges = best.edge_log_probs
+                if edges is not None:
+                    edges = edges[:, :depth]
+                return _Drafted(best.ids[:, :depth, :width], best.log_probs[:, :depth, :width], edges)
+        roots = roots.to(self._device)
         block = torch.full(
             (len(sessions), self._config.block_size), self._config.mask_token_id, device=self._device
         )
@@ -238,11 +253,11 @@ class Drafter:
         def read_context(layer: int, sequence: int) -> tuple[torch.Tensor, torch.Tensor]:
             return self.pool.read(layer, sessions[sequence].pages, sessions[sequence].length)
 
-        hidden = self._model(embeds.to(self.feature_dtype), positions, read_context)[:, 1 : depth + 1]
-        logits = self._model.finish_logits(self._head(hidden)).float()
+        hidden = self.model(embeds.to(self.feature_dtype), positions, read_context)[:, 1 : depth + 1]
+        logits = self.model.finish_logits(self._head(hidden)).float()
         top, ids = logits.topk(width, dim=-1)
         if self._target_ids is not None:
             ids = self._target_ids[ids]
-        selector = self._model.candidate_selector
+        selector = self.model.candidate_selector
         edges = None if selector is None else selector.edge_log_probs(hidden, ids, top, roots)
         return _Drafted(ids, top - logits.logsumexp(dim=-1, keepdim=True), edges)

@@ -16,7 +16,7 @@ from torch import nn
 
 from ddtree import verify_batch
 from ddtree.accept import Acceptance, walk
-from ddtree.attention.plan import Segment, StepPlan
+from ddtree.attention.plan import StepPlan
 from ddtree.budget import CostCurve
 from ddtree.errors import InvalidArgument
 from ddtree.grammar import GrammarCompiler
@@ -25,7 +25,7 @@ from ddtree.prefix_cache import PageKeys, Prefix
 from ddtree.pruning import prune
 from ddtree.samplers import Samplers
 from ddtree.sessions import Session, SessionTable
-from ddtree.tree_mask import ancestor_bits, expand
+from ddtree.staging import Staged, Steps, segment_of, stage
 from ddtree.tree_sampling import first_tokens, target_tokens
 from ddtree.types import (
     FeatureRequest,
@@ -93,12 +93,18 @@ class TargetVerifier:
         keys = PageKeys(draft_hash, limits.page_size) if limits.prefix_cache else None
         self.sessions = SessionTable(self.pool, ttl_s=limits.session_ttl_s, keys=keys)
         self._cost = CostCurve(rows=(1,), ms=(1.0,))
+        self._steps: Steps | None = None
 
     def measure_cost(self, repeats: int = 3, on_progress: Callable[[int], None] | None = None) -> None:
         """Time verify steps of several sizes on this machine; `info` reports the curve."""
         self._cost = measure_verify(
             self.target, self.pool, self._limits.max_nodes, repeats=repeats, on_progress=on_progress
         )
+
+    def use(self, steps: Steps, repeats: int = 5) -> None:
+        """Verify through prepared steps from now on, where they fit, and report what those cost."""
+        self._steps = steps
+        self._cost = steps.cost(repeats)
 
     def info(self) -> VerifierInfo:
         """What the orchestrator must know."""
@@ -139,7 +145,7 @@ class TargetVerifier:
         rows = torch.cat([torch.arange(starts[i], starts[i] + counts[i]) for i in live]).to(self._device)
         segments, start = [], 0
         for i, session in live.items():
-            segments.append(self._segment(session, start, counts[i], None, None))
+            segments.append(segment_of(session, start, counts[i]))
             start += counts[i]
         last_rows = torch.tensor([segment.stop - 1 for segment in segments], device=self._device)
         plan = StepPlan.build(self.pool, tuple(segments), keeps=True)
@@ -174,25 +180,21 @@ class TargetVerifier:
             return verify_batch.nothing_verified(status, self.pool.features[:0])
         sessions = [session for session in found if session is not None]
         samplers = [session.sampler for session in sessions]
-        roots = request.root_tokens[torch.tensor(live)].to(self._device).long()
-        root_ids = roots.tolist()
-        trees = prune(verify_batch.select_trees(request.trees, live, self._device), root_ids, samplers)
-        plan = self._plan(sessions, trees)
-        token_rows = torch.cat([torch.cat((roots[i, None], trees.tokens[i, : segment.count - 1].long()))
-                                for i, segment in enumerate(plan.segments)])  # fmt: skip
-        step = self.target.forward(token_rows, plan, torch.arange(len(token_rows), device=self._device))
-        starts = [segment.start for segment in plan.segments]
-        target = target_tokens(step.logits, starts, trees, root_ids, samplers)
-        accepted = walk(trees, target.tokens)
+        root_ids = request.root_tokens[torch.tensor(live)].tolist()
+        chosen = verify_batch.select_trees(request.trees, live, torch.device("cpu"))
+        staged = self._stage(sessions, prune(chosen, root_ids, samplers), root_ids)
+        target = target_tokens(staged.step.logits, staged.starts, staged.trees, root_ids, samplers)
+        accepted = walk(staged.trees, target.tokens)
         started = time.perf_counter()
-        features = self._commit(sessions, plan, step, accepted)
-        commits = []
-        for index, session in enumerate(sessions):
-            path = accepted.accepted_tokens[index, : int(accepted.accepted_counts[index])]
-            commits.append(self.sessions.commit(session, [root_ids[index], *path.tolist()]))
+        features = self._commit(sessions, staged, accepted)
+        counts, tokens = accepted.accepted_counts.tolist(), accepted.accepted_tokens.tolist()
+        commits = [
+            self.sessions.commit(session, [root, *path[:count]])
+            for session, root, path, count in zip(sessions, root_ids, tokens, counts, strict=True)
+        ]
         target = target.after(commits)
         commit_ms = (time.perf_counter() - started) * 1e3
-        return verify_batch.verified(status, live, trees.counts, target, accepted, features, commit_ms)
+        return verify_batch.verified(status, live, staged.trees.counts, target, accepted, features, commit_ms)
 
     @torch.inference_mode()
     def read_features(self, request: FeatureRequest) -> FeatureResult:
@@ -249,46 +251,27 @@ class TargetVerifier:
     def _find(self, sessions: SessionBatch) -> list[Session | None]:
         return [self.sessions.find(*row) for row in verify_batch.session_rows(sessions)]
 
-    def _plan(self, sessions: Sequence[Session], trees: TreeBatch) -> StepPlan:
-        sees = expand(ancestor_bits(trees.parents, trees.counts))
-        segments, start = [], 0
-        for index, (session, count) in enumerate(zip(sessions, trees.counts.tolist(), strict=True)):
-            rows = count + 1
-            depths = nn.functional.pad(trees.depths[index, :count].long(), (1, 0))
-            segments.append(self._segment(session, start, rows, depths, sees[index, :rows, :rows]))
-            start += rows
-        return StepPlan.build(self.pool, tuple(segments))
+    def _stage(self, sessions: Sequence[Session], trees: TreeBatch, roots: Sequence[int]) -> Staged:
+        """Run the target over trees, as a captured step where one of their size is prepared."""
+        staged = None if self._steps is None else self._steps.stage(sessions, trees, roots)
+        return staged or stage(self.target, self.pool, sessions, trees, roots)
 
-    def _segment(
-        self,
-        session: Session,
-        start: int,
-        count: int,
-        depths: torch.Tensor | None,
-        sees: torch.Tensor | None,
-    ) -> Segment:
-        if depths is None:
-            depths = torch.arange(count, device=self._device)
-        return Segment(start, count, session.pages, session.length, depths, sees, session.keys is not None)
-
-    def _commit(
-        self, sessions: Sequence[Session], plan: StepPlan, step: TargetStep, accepted: Acceptance
-    ) -> torch.Tensor:
+    def _commit(self, sessions: Sequence[Session], staged: Staged, accepted: Acceptance) -> torch.Tensor:
         """Keep root and accepted path of each sequence, `[0, length + path)`; give their features."""
-        source, destination, rows = [], [], []
-        for index, (session, segment) in enumerate(zip(sessions, plan.segments, strict=True)):
-            length = int(accepted.accepted_counts[index]) + 1
-            path = accepted.path_nodes[index, :length]
-            rows.append(segment.start + path)
-            target_slots = session.pages.slots[session.length : session.length + length]
-            source.append(plan.slots[segment.start + path])
-            destination.append(target_slots)
-        from_slots, to_slots = torch.cat(source), torch.cat(destination)
-        if plan.recurrent is not None:
-            plan.recurrent.commit(accepted.path_nodes, accepted.accepted_counts + 1)
-        if not torch.equal(from_slots, to_slots):  # a path 0, 1, 2, … already stands where it belongs
+        destination, rows = [], []
+        counts = accepted.accepted_counts.tolist()
+        for index, (session, start) in enumerate(zip(sessions, staged.starts, strict=True)):
+            length = counts[index] + 1
+            rows.append(start + accepted.path_nodes[index, :length])
+            destination.append(session.pages.slots[session.length : session.length + length])
+        kept, to_slots = torch.cat(rows), torch.cat(destination)
+        from_slots = staged.slots[kept]
+        if staged.recurrent is not None:
+            staged.recurrent.commit(accepted.path_nodes, accepted.accepted_counts + 1)
+        # A path 0, 1, 2, … already stands where it belongs; asking a GPU takes longer than moving.
+        if self._device.type != "cpu" or not torch.equal(from_slots, to_slots):
             self.pool.move(from_slots, to_slots)
-        return self._project(step, to_slots, torch.cat(rows))
+        return self._project(staged.step, to_slots, kept)
 
     def _project(self, step: TargetStep, slots: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
         """Project the taps of some rows (all when None) and keep them beside the rows' KV slots."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 
@@ -18,30 +19,40 @@ from ddtree.draft import Drafter
 from tests.fakes.plain_kernels import slot_of
 
 
+@dataclass
+class Script:
+    """What is proposed, and how well."""
+
+    text: Sequence[int] = ()
+    noise: float = 0.4
+    is_checked: bool = False  # while rounds are timed, no text stands anywhere
+    source: random.Random = field(default_factory=lambda: random.Random(0))
+
+    def candidates(self, true: int, vocabulary: int, width: int) -> list[int]:
+        """Distinct tokens, the true one (-1: there is none) first, further down, or missing."""
+        row = self.source.sample([token for token in range(vocabulary) if token != true], width)
+        if true >= 0 and self.source.random() > self.noise / 2:
+            row[self.source.randrange(width) if self.source.random() < self.noise else 0] = true
+        return row
+
+
 class ScriptedDraft(DeviceDraft):
     """Proposes the text; looks at the host, so it is for a CPU only."""
 
-    text: Sequence[int] = ()
-    noise = 0.4
-    is_checked = False  # while rounds are timed, no text stands anywhere
-    source = random.Random(0)
+    script = Script()
 
     def draft(self, roots: torch.Tensor, rows: DeviceRows, width: int) -> DeviceCandidates:
         """Candidates by rank, each half as probable as the one before."""
-        positions, vocabulary = rows.rows - 1, len(self._embedding)
+        positions, vocabulary, script = rows.rows - 1, len(self._embedding), self.script
         ids = torch.zeros((rows.places, positions, width), dtype=torch.int32)
         for place, (length, count) in enumerate(
             zip(rows.lengths.tolist(), rows.counts.tolist(), strict=True)
         ):
-            is_text = self.text[length] == int(roots[place])
-            assert not count or is_text or not self.is_checked, "the text stands at its root"
+            is_text = script.text[length] == int(roots[place])
+            assert not count or is_text or not script.is_checked, "the text stands at its root"
             for depth, at in enumerate(range(length + 1, length + 1 + positions)):
-                true = self.text[at] if at < len(self.text) else -1
-                row = self.source.sample([token for token in range(vocabulary) if token != true], width)
-                if true >= 0 and self.source.random() > self.noise / 2:
-                    rank = self.source.randrange(width) if self.source.random() < self.noise else 0
-                    row[rank] = true
-                ids[place, depth] = torch.tensor(row)
+                true = script.text[at] if at < len(script.text) else -1
+                ids[place, depth] = torch.tensor(script.candidates(true, vocabulary, width))
         log_probs = torch.log_softmax(-0.7 * torch.arange(width), dim=0).expand(ids.shape)
         return DeviceCandidates(ids, log_probs, None)
 
@@ -58,5 +69,9 @@ class ScriptedDraft(DeviceDraft):
 class ScriptedDrafter(Drafter):
     """The product's drafter with that pass."""
 
+    script = Script()
+
     def on_device(self) -> DeviceDraft:
-        return ScriptedDraft(self._model, self._embedding, self._head, self._target_ids, self.pool)
+        draft = ScriptedDraft(self.model, self._embedding, self._head, self._target_ids, self.pool)
+        draft.script = self.script
+        return draft

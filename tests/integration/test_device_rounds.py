@@ -17,6 +17,7 @@ import torch
 from ddtree import assembly
 from ddtree.config import ServingConfig
 from ddtree.device.buffers import StepSize
+from ddtree.device.graphs import GraphMaker
 from ddtree.device.loading import Preparation, prepare_rounds
 from ddtree.device.messages import RoundRequest
 from ddtree.draft import Drafter
@@ -31,7 +32,7 @@ from ddtree.text import TextCodec
 from ddtree.types import AUTO_BUDGET, DraftRequest, PrefillRequest, SessionBatch, Status
 from tests.fakes.pipeline import GreedyReference, generate_all, idle
 from tests.fakes.plain_kernels import in_place_of_kernels
-from tests.fakes.scripted_draft import ScriptedDraft, ScriptedDrafter
+from tests.fakes.scripted_draft import Script, ScriptedDrafter
 from tests.fakes.tiny_models import make_draft, make_target
 
 SIZES = tuple(StepSize(places, nodes) for places in (1, 3) for nodes in (0, 3, 12))
@@ -62,7 +63,12 @@ def plain_kernels() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def stages(pair: tuple[Path, Path], text: list[int]) -> InProcessStages:
+def script(text: list[int]) -> Script:
+    return Script(text)
+
+
+@pytest.fixture(scope="module")
+def stages(pair: tuple[Path, Path], script: Script) -> InProcessStages:
     config = ServingConfig(
         *pair, dtype="float32", device="cpu", page_size=16, kv_cache_mib=2, draft_kv_cache_mib=1
     )
@@ -71,10 +77,11 @@ def stages(pair: tuple[Path, Path], text: list[int]) -> InProcessStages:
     assert isinstance(drafter, Drafter)
     assert isinstance(verifier.target, TargetModel)
     drafter.__class__ = ScriptedDrafter
-    ScriptedDraft.text = text
+    assert isinstance(drafter, ScriptedDrafter)
+    drafter.script = script
     wanted = Preparation(SIZES, TEXT, repeats=1)
-    rounds = prepare_rounds(verifier, drafter, verifier.target, wanted)
-    ScriptedDraft.is_checked = True
+    rounds = prepare_rounds(verifier, drafter, verifier.target, wanted, GraphMaker(verifier.target.device))
+    script.is_checked = True
     return InProcessStages(verifier, drafter, rounds=rounds)
 
 
@@ -193,7 +200,7 @@ def held(stages: InProcessStages, session: int, count: int) -> list[torch.Tensor
 
 
 def test_both_caches_hold_what_reading_everything_leaves_there(
-    stages: InProcessStages, text: list[int], monkeypatch: pytest.MonkeyPatch
+    stages: InProcessStages, text: list[int], script: Script
 ) -> None:
     """A hundred rounds of three sequences with every kind of acceptance; each in step with its drafter."""
     starts = {1: 2, 2: 30, 3: 47}
@@ -201,7 +208,7 @@ def test_both_caches_hold_what_reading_everything_leaves_there(
         open_both(stages, session, text[: start + 1])
     lengths, rounds, accepted = dict(starts), 0, []
     while min(lengths.values()) < TEXT - 60:
-        monkeypatch.setattr(ScriptedDraft, "noise", (0.02, 0.4, 0.8)[rounds % 3])
+        script.noise = (0.02, 0.4, 0.8)[rounds % 3]
         live = [session for session, length in lengths.items() if length < TEXT - 60]
         count = len(live)
         ints = partial(torch.tensor, dtype=torch.int32)

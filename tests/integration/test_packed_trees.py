@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from ddtree.staging import stage
 from ddtree.types import PrefillRequest, SessionBatch, TreeBatch
 from tests.fakes.pipeline import make_verifier
 
@@ -45,8 +46,9 @@ def test_sequences_of_one_length_with_trees_of_one_size(tiny_target: Path, order
             ints([4] * len(rows)),
         )
         with torch.inference_mode():
-            plan = verifier._plan([held[row] for row in rows], trees)
-            return verifier.target.forward(tokens[rows].flatten(), plan, torch.arange(5 * len(rows))).logits
+            roots = tokens[rows, 0].tolist()
+            staged = stage(verifier.target, verifier.pool, [held[row] for row in rows], trees, roots)
+        return staged.step.logits
 
     packed = logits_of(list(order)).reshape(4, 5, -1)
     for place, row in enumerate(order):

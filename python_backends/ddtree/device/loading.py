@@ -1,21 +1,34 @@
-"""Prepares rounds on a device for stages that were loaded there."""
+"""Makes the stages of one process fast on their GPU, once all of them are loaded.
+
+In this order: fused layers and products of our own in place, the fastest product for every shape, then
+captured steps and rounds. Nothing of it is needed for a right answer. This module knows what the stages are,
+not how a request is served.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
+import torch
+from tqdm import tqdm
+
+from ddtree.config import ServingConfig
+from ddtree.device.accelerate import accelerate_linears, accelerate_target, chooser_for
 from ddtree.device.buffers import CacheSize, StepSize
+from ddtree.device.draft_steps import DraftSteps
 from ddtree.device.graphs import GraphMaker
 from ddtree.device.rounds import DeviceRounds
-from ddtree.device.steps import TargetSteps
+from ddtree.device.steps import TargetSteps, sizes_for
 from ddtree.draft import Drafter
 from ddtree.kv_cache import KvPool
 from ddtree.models.target import TargetModel
 from ddtree.verify import TargetVerifier
 
 _LOG = logging.getLogger(__name__)
+_WIDTH = 64  # candidates per position of captured drafts; what asks for more is drafted launch by launch
 
 
 @dataclass(frozen=True)
@@ -24,24 +37,105 @@ class Preparation:
 
     sizes: tuple[StepSize, ...]
     context_length: int  # of the longest sequence
-    on_progress: Callable[[StepSize], None] | None = None  # called twice per size
+    on_progress: Callable[[StepSize], None] | None = None
     repeats: int = 5  # of every size's timing
+
+    def reach(self, pool: KvPool, block_size: int) -> CacheSize:
+        """How far a sequence's pages may reach in a pool."""
+        slots = self.context_length + max(size.nodes for size in self.sizes) + block_size + 1
+        return CacheSize(min(pool.num_pages, -(-slots // pool.page_size)), pool.page_size)
+
+
+def prepare_steps(
+    verifier: TargetVerifier, target: TargetModel, wanted: Preparation, maker: GraphMaker
+) -> TargetSteps:
+    """Capture the target's steps, and let the verifier use them."""
+    cache = wanted.reach(verifier.pool, 0)
+    return _steps(verifier, target, wanted, (cache, cache), maker)
 
 
 def prepare_rounds(
-    verifier: TargetVerifier, drafter: Drafter, target: TargetModel, wanted: Preparation
+    verifier: TargetVerifier, drafter: Drafter, target: TargetModel, wanted: Preparation, maker: GraphMaker
 ) -> DeviceRounds:
-    """Capture the target's steps and whole rounds, and say what that took."""
-    maker = GraphMaker(target.device)
-    slots = wanted.context_length + max(size.nodes for size in wanted.sizes) + drafter.block_size + 1
-    caches = (_reach(verifier.pool, slots), _reach(drafter.pool, slots))
-    steps = TargetSteps(target, verifier.pool, wanted.sizes, caches, maker)
-    steps.prepare(wanted.on_progress)
+    """Capture the target's steps, and whole rounds over them."""
+    block = drafter.block_size
+    caches = (wanted.reach(verifier.pool, block), wanted.reach(drafter.pool, block))
+    steps = _steps(verifier, target, wanted, caches, maker)
     rounds = DeviceRounds(verifier, drafter, steps, maker)
     rounds.prepare(wanted.on_progress, wanted.repeats)
-    _LOG.info("rounds of %d sizes are prepared: %s", len(wanted.sizes), maker.report())
     return rounds
 
 
-def _reach(pool: KvPool, slots: int) -> CacheSize:
-    return CacheSize(min(pool.num_pages, -(-slots // pool.page_size)), pool.page_size)
+def _steps(
+    verifier: TargetVerifier,
+    target: TargetModel,
+    wanted: Preparation,
+    caches: tuple[CacheSize, CacheSize],
+    maker: GraphMaker,
+) -> TargetSteps:
+    steps = TargetSteps(target, verifier.pool, wanted.sizes, caches, maker)
+    steps.prepare(wanted.on_progress)
+    verifier.use(steps, wanted.repeats)
+    return steps
+
+
+class Acceleration:
+    """Works on the stages of one process; `finish` comes last."""
+
+    def __init__(self, config: ServingConfig, device: torch.device) -> None:
+        self._config = config
+        self._chooser = chooser_for(device)
+        self._maker = GraphMaker(device)
+
+    def take_target(self, target: TargetModel) -> None:
+        """Fuse a target's layers."""
+        fused = accelerate_target(target, self._chooser)
+        _LOG.info("%d decoder layers are fused", fused)
+
+    def finish(self, verifier: TargetVerifier | None, drafter: Drafter | None) -> DeviceRounds | None:
+        """Choose products and capture; gives whole rounds where both stages are here and can do them."""
+        if verifier is not None:
+            accelerate_linears(verifier.projection, self._chooser)
+        if drafter is not None:
+            accelerate_linears(drafter.model, self._chooser)
+        with tqdm(desc="choosing matrix products", disable=None) as bar:
+            self._chooser.tune(lambda done, total: _show(bar, done, total))
+        rounds = self._capture(verifier, drafter)
+        _LOG.info("captured %s", self._maker.report())
+        return rounds
+
+    def _capture(self, verifier: TargetVerifier | None, drafter: Drafter | None) -> DeviceRounds | None:
+        config = self._config
+        sizes = sizes_for(config.max_sequences, config.max_nodes, config.max_step_nodes)
+        target = None if verifier is None else verifier.target
+        if drafter is not None:
+            _capture_drafts(drafter, sorted({size.places for size in sizes}), self._maker)
+        if verifier is None or not isinstance(target, TargetModel):
+            return None
+        if verifier.pool.states is not None:
+            _LOG.info("steps are not captured: the target has recurrent layers")
+            return None
+        is_shared = drafter is not None and drafter.pool.features.device == target.device
+        with tqdm(desc="capturing", total=(1 + is_shared) * len(sizes), disable=None) as bar:
+            wanted = Preparation(sizes, target.context_length, lambda _: _advance(bar))
+            if drafter is None or not is_shared:
+                prepare_steps(verifier, target, wanted, self._maker)
+                return None
+            return prepare_rounds(verifier, drafter, target, wanted, self._maker)
+
+
+def _capture_drafts(drafter: Drafter, places: list[int], maker: GraphMaker) -> None:
+    cache = CacheSize(drafter.pool.num_pages, drafter.pool.page_size)
+    steps = DraftSteps(
+        drafter.on_device(), places, cache, block_size=drafter.block_size, width=_WIDTH, maker=maker
+    )
+    drafter.use(steps)
+
+
+def _show(bar: Any, done: int, total: int) -> None:
+    bar.total = total
+    bar.update(done - bar.n)
+
+
+def _advance(bar: Any) -> None:
+    bar.update()

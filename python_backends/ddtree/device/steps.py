@@ -11,12 +11,17 @@ from dataclasses import dataclass
 
 import torch
 
+from ddtree.budget import CostCurve, measure
 from ddtree.device.buffers import CacheSize, StepBuffers, StepSize
 from ddtree.device.graphs import Captured, GraphMaker
 from ddtree.device.kernels.layout import lay_out
 from ddtree.device.plan import DevicePlan
 from ddtree.kv_cache import KvPool
-from ddtree.models.target import TargetModel
+from ddtree.models.target import TargetModel, TargetStep
+from ddtree.sessions import Session
+from ddtree.staging import Staged
+from ddtree.types import TreeBatch
+from ddtree.verify_cost import COST_PREFIX
 
 # Draft nodes of a sequence that steps are prepared for: with the root, rows fill a matrix product's tiles.
 NODE_SIZES = (0, 7, 15, 31, 64, 127, 256)
@@ -86,6 +91,44 @@ class TargetSteps:
     def run(self, size: StepSize) -> StepOutput:
         """Enqueue the step over what its buffers hold on the device."""
         return self._steps[size]()
+
+    @torch.inference_mode()
+    def stage(self, sessions: Sequence[Session], trees: TreeBatch, roots: Sequence[int]) -> Staged | None:
+        """Run the target over trees that are on the host; None when no size holds them."""
+        size = self.size_for(len(sessions), trees.tokens.shape[1])
+        if size is None:
+            return None
+        buffers = self.buffers[size]
+        buffers.clear()
+        for place, (session, root) in enumerate(zip(sessions, roots, strict=True)):
+            buffers.put(place, session, root)
+        buffers.put_trees(trees)
+        buffers.box.send()
+        output, count = self.run(size), len(sessions)
+        starts = [place * (size.nodes + 1) for place in range(count)]
+        made = buffers.trees
+        own = TreeBatch(made.tokens[:count], made.parents[:count], made.depths[:count], made.counts[:count])
+        return Staged(TargetStep(output.logits, (output.taps,)), starts, buffers.rows.slots.view(-1), own)
+
+    def cost(self, repeats: int) -> CostCurve:
+        """Time a sequence's steps of every size; nothing of them stays in the pool."""
+        sizes = {size.nodes + 1: size for size in self.sizes if size.places == 1}
+        reach = min(buffers.reach for buffers in self.buffers.values())
+        prefix = max(0, min(COST_PREFIX, reach - max(sizes)))
+        pages = self._pool.reserve(prefix + max(sizes))
+        assert pages is not None, "the cost is measured before the first session"
+        session = Session(0, 0, pages, prefix)
+
+        def step(rows: int) -> None:
+            parents = torch.arange(rows - 1, dtype=torch.int32)[None]
+            counts = torch.tensor([rows - 1], dtype=torch.int32)
+            staged = self.stage([session], TreeBatch(parents, parents, parents + 1, counts), [0])
+            assert staged is not None, "every size is prepared"
+            staged.trees.counts.cpu()  # waits for the device
+
+        curve = measure(step, sorted(sizes), repeats)
+        self._pool.release(pages)
+        return curve
 
     def _work(self, buffers: StepBuffers) -> Callable[[], StepOutput]:
         plan = DevicePlan(buffers.rows, self._pool)

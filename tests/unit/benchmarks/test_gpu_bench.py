@@ -26,7 +26,7 @@ from benchmarks.gpu.timing import Timing, time_parts
 from ddtree.draft import Drafter
 from tests.fakes.device import DEVICE
 from tests.fakes.plain_kernels import in_place_of_kernels
-from tests.fakes.scripted_draft import ScriptedDraft, ScriptedDrafter
+from tests.fakes.scripted_draft import Script, ScriptedDrafter
 from tests.fakes.tiny_models import make_draft, make_target
 
 KEYS = {
@@ -172,7 +172,7 @@ def test_rounds_on_the_device_are_replayed_and_choose_the_same_tokens(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(Drafter, "on_device", ScriptedDrafter.on_device)
-    monkeypatch.setattr(ScriptedDraft, "text", [ROOT] * 200)
+    monkeypatch.setattr(Drafter, "script", Script([ROOT] * 200), raising=False)
     pair, place = make_pair(tiny_qwen3(), torch.device("cpu"), torch.float32), Placement(70, most_nodes=20)
     tokens = {nodes: EagerRound(pair, place).verify(nodes) for nodes in (20, 5)}
     with in_place_of_kernels():
