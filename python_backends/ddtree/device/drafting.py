@@ -146,6 +146,11 @@ class DeviceDraft:
         )  # fmt: skip
 
     @property
+    def device(self) -> torch.device:
+        """Where the pass runs."""
+        return self._embedding.device
+
+    @property
     def has_edges(self) -> bool:
         """Whether candidates are scored given their parent."""
         return self._model.candidate_selector is not None
