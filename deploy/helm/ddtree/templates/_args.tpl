@@ -64,7 +64,8 @@
     "MAX_NODES" ($e.maxNodes | int64)
     "MAX_STEP_NODES" ($e.maxStepNodes | int64)
     "SESSION_TTL_S" ($e.sessionTtlSeconds | int64)
-    "PREFIX_CACHE" $e.prefixCache }}
+    "PREFIX_CACHE" $e.prefixCache
+    "CUDA_GRAPHS" $e.cudaGraphs }}
 - name: DDTREE_{{ $name }}
   value: {{ $value | toString | quote }}
 {{- end }}
