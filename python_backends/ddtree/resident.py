@@ -8,6 +8,7 @@ them, and by what a round of each prepared size takes. This module knows no devi
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -24,7 +25,6 @@ from ddtree.types import Status
 _WEIGHT = 0.2  # of the newest tree in what is expected of the next
 _TRY_EVERY = 32  # plain rounds, after which one drafts: nothing else tells what drafts give by now
 _COST_WEIGHT = 0.1  # of the newest round in what rounds of its size take
-_BEYOND = 0.7  # of what the last doubling of a tree brought, expected of the next
 _INERTIA = 8.0  # accepted tokens that count as nothing unusual
 
 
@@ -76,9 +76,9 @@ class RoundChoice:
         known = [nodes for nodes in self.sizes.nodes if nodes < len(sums)]
         promised = np.empty(len(self.sizes.nodes))
         promised[: len(known)] = sums[known]
+        last = float(sums[-1] - sums[-2])
         for place in range(len(known), len(promised)):
-            gained = promised[place - 1] - promised[place - 2] if place > 1 else 0.0
-            promised[place] = promised[place - 1] + _BEYOND * gained
+            promised[place] = sums[-1] + _beyond(last, len(log_probs), self.sizes.nodes[place])
         forecast = self.forecasts.setdefault(session, Forecast(trust=self.typical.trust))
         forecast.learn(promised, accepted, float(sums[-1]))
         self.typical.learn(promised, accepted, float(sums[-1]))
@@ -108,6 +108,15 @@ class RoundChoice:
         if forecast.tokens is None:  # nothing was ever drafted: take the drafter at its best
             return 0.0 if not nodes else 1.0 + float(np.log2(nodes))
         return forecast.trust * float(forecast.tokens[self.sizes.nodes.index(nodes)])
+
+
+def _beyond(last: float, count: int, nodes: int) -> float:
+    """What `nodes` nodes promise beyond the first `count`, the last of which has the probability `last`.
+
+    Best first, none of them is more probable than that one. Probabilities fall with rank about as a power of
+    it: here to the -1.5.
+    """
+    return 2 * last * count * (1 - math.sqrt(count / nodes))
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,128 @@
+"""How rounds on the device choose the size of their trees, and what they note of the drafter."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from ddtree.device.messages import RoundSizes
+from ddtree.resident import ResidentRounds, RoundChoice
+from tests.fakes.lives import make_live
+
+NODES = (0, 7, 15, 31)
+OPEN = 31  # most nodes of a sequence that leaves it open
+
+
+def choice(ms: tuple[float, ...], places: tuple[int, ...] = (1, 4)) -> RoundChoice:
+    times = {(place, nodes): each for place in places for nodes, each in zip(NODES, ms, strict=True)}
+    return RoundChoice(RoundSizes(places, NODES, times))
+
+
+def tree(first: float, nodes: int) -> NDArray[np.float32]:
+    """Path log-probabilities, best first: each half as probable as the one before."""
+    return np.asarray(np.log(first * 0.5 ** np.arange(nodes)), dtype=np.float32)
+
+
+def test_the_first_round_drafts() -> None:
+    assert choice((5.0, 6.0, 7.0, 9.0)).nodes([1], 0, 1, OPEN) > 0
+
+
+def test_what_pays_is_chosen() -> None:
+    """Nodes of 0.9, 0.45, … promise 1.79 tokens beside the bonus with 7 nodes, 1.80 with 15."""
+    chooser = choice((5.0, 6.0, 7.0, 9.0))
+    for _ in range(30):
+        chooser.learn(1, tree(0.9, 15), 2)
+    assert chooser.nodes([1], 0, 1, OPEN) == 7
+    flat = choice((5.0, 5.1, 5.2, 5.3))
+    for _ in range(30):
+        flat.learn(1, np.log(np.full(31, 0.2)).astype(np.float32), 6)
+    assert flat.nodes([1], 0, 1, OPEN) == 31
+
+
+def test_hopeless_drafts_rest_and_are_tried_again() -> None:
+    chooser = choice((5.0, 9.0, 12.0, 20.0))
+    for _ in range(30):
+        chooser.learn(1, tree(0.05, 7), 0)
+    chosen = [chooser.nodes([1], 0, 1, OPEN) for _ in range(100)]
+    assert chosen.count(0) >= 96
+    assert chosen.count(7) == 3
+
+
+def test_what_is_accepted_beyond_promise_counts() -> None:
+    """Promised 0.3 tokens for 40 % more time it does not pay; four times as many are accepted."""
+    doubting, trusting = choice((5.0, 7.0, 20.0, 40.0)), choice((5.0, 7.0, 20.0, 40.0))
+    for turn in range(60):
+        doubting.learn(1, tree(0.15, 7), turn % 3 == 0)
+        trusting.learn(1, tree(0.15, 7), 1 + turn % 2)
+    assert doubting.nodes([1], 0, 1, OPEN) == 0
+    assert trusting.nodes([1], 0, 1, OPEN) == 7
+
+
+def test_costs_follow_what_rounds_take() -> None:
+    chooser = choice((5.0, 6.0, 7.0, 9.0))
+    for _ in range(30):
+        chooser.learn(1, tree(0.5, 7), 1)
+    assert chooser.nodes([1], 0, 1, OPEN) == 7
+    for _ in range(60):
+        for nodes in NODES[1:]:
+            chooser.observe(1, nodes, device_ms=30.0, wall_ms=31.0)
+    assert chooser.nodes([1], 0, 1, OPEN) == 0
+    assert chooser.host_ms == pytest.approx(1.0, abs=0.01)
+    assert chooser.plain_ms(1) == pytest.approx(6.0, abs=0.01)
+
+
+def test_a_fixed_budget_of_another_sequence_makes_nodes_cheap() -> None:
+    """The round is as large as that one asks anyway, so the other may draft as much for nothing."""
+    chooser = choice((5.0, 9.0, 12.0, 20.0))
+    for _ in range(30):
+        chooser.learn(1, tree(0.05, 7), 0)
+    assert chooser.nodes([1], 15, 2, OPEN) == 15
+
+
+def test_no_more_than_a_sequence_may_have() -> None:
+    chooser = choice((5.0, 5.0, 5.0, 5.0))
+    for _ in range(5):
+        chooser.learn(1, np.log(np.full(31, 0.2)).astype(np.float32), 6)
+    assert chooser.nodes([1], 0, 1, 20) == 15
+
+
+def test_larger_trees_are_expected_to_give_less_than_they_could() -> None:
+    """The last of seven has 1/128, so eight more promise less than eight times that."""
+    chooser = choice((5.0, 6.0, 7.0, 9.0))
+    for _ in range(60):
+        chooser.learn(1, tree(0.5, 7), 1)
+    tokens = chooser.forecasts[1].tokens
+    assert tokens is not None
+    assert 0 < tokens[2] - tokens[1] < 8 / 128
+    assert tokens[2] < tokens[3] < tokens[1] + 24 / 128
+
+
+def test_only_what_is_prepared() -> None:
+    sizes = RoundSizes((1, 4), NODES, {(1, n): 1.0 for n in NODES} | {(4, 0): 1.0, (4, 7): 1.0})
+    assert sizes.nodes_for(1, 8) == 15
+    assert sizes.nodes_for(2, 8) is None
+    assert sizes.nodes_for(2, 5) == 7
+    assert sizes.nodes_for(5, 0) is None
+    assert sizes.places_for(2) == 4
+
+
+def test_sequences_that_ended_are_forgotten() -> None:
+    chooser = choice((5.0, 6.0, 7.0, 9.0))
+    for session in range(200):
+        chooser.learn(session, tree(0.5, 7), 1)
+    chooser.forget({3, 4})
+    assert set(chooser.forecasts) == {3, 4}
+
+
+def test_a_drafter_that_is_behind_stays_so_and_knows_how_far() -> None:
+    behind, in_step = make_live(1), make_live(2)
+    for live in (behind, in_step):
+        live.committed = 40
+        live.draft.is_wanted = True
+    behind.draft.behind_until, behind.draft.length = 40, 16
+    in_step.draft.length = 40
+    ResidentRounds._follow(behind, False, 3)
+    ResidentRounds._follow(in_step, True, 3)
+    assert (behind.draft.length, behind.draft.behind_until) == (16, 43)
+    assert in_step.draft.length == 43
