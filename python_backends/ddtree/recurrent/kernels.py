@@ -25,66 +25,102 @@ _LEAST_DOT = 16  # smallest side of Triton's matrix product
 
 
 @triton.jit
-def _alike(left, right):
-    """Products of rows with rows in full float32: the default would round the factors to ten bits."""
-    return tl.dot(left, tl.trans(right), input_precision="ieee")
+def _product(left, right, total):
+    """Add a product in full float32: tensor cores take three; their default rounds factors to ten bits."""
+    return tl.dot(left, right, total, input_precision="tf32x3")
+
+
+@triton.jit
+def _rows(source, row, stride, lane, key_dim, is_row):
+    """Some key columns of rows, `[rows, PART]`."""
+    mask = is_row[:, None] & (lane < key_dim)[None, :]
+    return tl.load(source + (row * stride)[:, None] + lane[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _alike(
+    queries, keys, row, other_row, key_row, key_dim, is_node, is_other,
+    KEY: tl.constexpr, BLOCK: tl.constexpr, PART: tl.constexpr,
+):  # fmt: skip
+    """Products of keys and of queries with the keys of other rows, `[BLOCK, BLOCK]` each."""
+    alike = tl.zeros((BLOCK, BLOCK), tl.float32)
+    asked = tl.zeros((BLOCK, BLOCK), tl.float32)
+    for part in tl.range(0, KEY, PART, num_stages=3):
+        in_key = part + tl.arange(0, PART)
+        other_key = tl.trans(_rows(keys, other_row, key_row, in_key, key_dim, is_other))
+        alike = _product(_rows(keys, row, key_row, in_key, key_dim, is_node), other_key, alike)
+        asked = _product(_rows(queries, row, key_row, in_key, key_dim, is_node), other_key, asked)
+    return alike, asked
+
+
+@triton.jit
+def _solved(system, update, BLOCK: tl.constexpr):
+    """Column by column: once a row is final, its share is taken from every row below it."""
+    lane = tl.arange(0, BLOCK)
+    for solved in range(BLOCK - 1):
+        final = tl.sum(tl.where((lane == solved)[:, None], update, 0.0), axis=0)
+        share = tl.sum(tl.where((lane == solved)[None, :], system, 0.0), axis=1)
+        update -= tl.where((lane > solved)[:, None], share[:, None] * final[None, :], 0.0)
+    return update
 
 
 @triton.jit
 def _stage_kernel(
     queries, keys, values, betas, decays, sees, matrices, states, starts, counts, updates, outputs,
     heads, groups, key_dim, value_dim, widest,
-    KEY: tl.constexpr, VALUE: tl.constexpr, BLOCK: tl.constexpr,
+    KEY: tl.constexpr, VALUE: tl.constexpr, BLOCK: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
     sequence, head, slice_ = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     start, count = tl.load(starts + sequence), tl.load(counts + sequence)
-    lane, in_key, column = tl.arange(0, BLOCK), tl.arange(0, KEY), slice_ * VALUE + tl.arange(0, VALUE)
-    is_key, is_column = in_key < key_dim, column < value_dim
-    own = (tl.load(states + sequence) * heads + head) * key_dim * value_dim
-    at = in_key[:, None] * value_dim + column[None, :]
-    matrix = tl.load(matrices + own + at, mask=is_key[:, None] & is_column[None, :], other=0.0)
+    lane, column = tl.arange(0, BLOCK), slice_ * VALUE + tl.arange(0, VALUE)
+    is_column = column < value_dim
+    own = matrices + (tl.load(states + sequence) * heads + head) * key_dim * value_dim
     key_row = heads // groups * key_dim
-    key_head = head // groups * key_dim
+    keys, queries = keys + head // groups * key_dim, queries + head // groups * key_dim
     seen_from = sees + sequence * widest * widest
     for first in range(0, count, BLOCK):
         node = first + lane
         is_node, row = node < count, start + node
-        at_key = (row * key_row + key_head)[:, None] + in_key[None, :]
-        key_mask = is_node[:, None] & is_key[None, :]
-        key = tl.load(keys + at_key, mask=key_mask, other=0.0)
-        query = tl.load(queries + at_key, mask=key_mask, other=0.0)
         at_value = ((row * heads + head) * value_dim)[:, None] + column[None, :]
         value_mask = is_node[:, None] & is_column[None, :]
         value = tl.load(values + at_value, mask=value_mask, other=0.0).to(tl.float32)
         beta = tl.load(betas + row * heads + head, mask=is_node, other=0.0).to(tl.float32)
         decay = tl.load(decays + row * heads + head, mask=is_node, other=0.0)
+        update = tl.zeros((BLOCK, VALUE), tl.float32)
+        output = tl.zeros((BLOCK, VALUE), tl.float32)
+        alike = tl.zeros((BLOCK, BLOCK), tl.float32)
+        asked = tl.zeros((BLOCK, BLOCK), tl.float32)
+        # A part of the key columns at a time: whole rows and matrices are more than registers hold.
+        for part in tl.range(0, KEY, PART, num_stages=3):
+            in_key = part + tl.arange(0, PART)
+            key = _rows(keys, row, key_row, in_key, key_dim, is_node)
+            query = _rows(queries, row, key_row, in_key, key_dim, is_node)
+            matrix_mask = (in_key < key_dim)[:, None] & is_column[None, :]
+            at = in_key[:, None] * value_dim + column[None, :]
+            matrix = tl.load(own + at, mask=matrix_mask, other=0.0)
+            update, output = _product(key, matrix, update), _product(query, matrix, output)
+            alike, asked = _product(key, tl.trans(key), alike), _product(query, tl.trans(key), asked)
         faded = tl.exp(decay)[:, None]
-        update = beta[:, None] * (value - faded * tl.dot(key, matrix, input_precision="ieee"))
-        output = faded * tl.dot(query, matrix, input_precision="ieee")
+        update, output = beta[:, None] * (value - faded * update), faded * output
         for before in range(0, first, BLOCK):
             other = before + lane
             other_row = start + other
-            at_other = (other_row * key_row + key_head)[:, None] + in_key[None, :]
-            other_key = tl.load(keys + at_other, mask=is_key[None, :], other=0.0)
+            other_alike, other_asked = _alike(
+                queries, keys, row, other_row, key_row, key_dim, is_node, other < count, KEY, BLOCK, PART
+            )
             at_update = ((other_row * heads + head) * value_dim)[:, None] + column[None, :]
             other_update = tl.load(updates + at_update, mask=is_column[None, :], other=0.0)
             other_decay = tl.load(decays + other_row * heads + head)
             at_pair = node[:, None] * widest + other[None, :]
             is_seen = tl.load(seen_from + at_pair, mask=is_node[:, None], other=0)
             pair = tl.exp(tl.where(is_seen != 0, decay[:, None] - other_decay[None, :], float("-inf")))
-            system = beta[:, None] * pair * _alike(key, other_key)
-            update -= tl.dot(system, other_update, input_precision="ieee")
-            output += tl.dot(pair * _alike(query, other_key), other_update, input_precision="ieee")
+            update = _product(-beta[:, None] * pair * other_alike, other_update, update)
+            output = _product(pair * other_asked, other_update, output)
         both = is_node[:, None] & is_node[None, :]
         is_seen = tl.load(seen_from + node[:, None] * widest + node[None, :], mask=both, other=0)
         pair = tl.exp(tl.where(is_seen != 0, decay[:, None] - decay[None, :], float("-inf")))
-        system = beta[:, None] * pair * _alike(key, key)
-        for solved in range(BLOCK - 1):
-            # Column by column: once a row is final, its share is taken from every row below it.
-            final = tl.sum(tl.where((lane == solved)[:, None], update, 0.0), axis=0)
-            share = tl.sum(tl.where((lane == solved)[None, :], system, 0.0), axis=1)
-            update -= tl.where((lane > solved)[:, None], share[:, None] * final[None, :], 0.0)
-        output += tl.dot(pair * _alike(query, key), update, input_precision="ieee")
+        update = _solved(beta[:, None] * pair * alike, update, BLOCK)
+        output = _product(pair * asked, update, output)
         tl.store(updates + at_value, update, mask=value_mask)
         tl.store(outputs + at_value, output, mask=value_mask)
         tl.debug_barrier()  # the next block reads these updates, through other threads
@@ -149,6 +185,7 @@ class TreeKernels:
 
     block: int = 16  # rows whose system is solved at a time
     value_slice: int = 32  # value columns of a program
+    key_part: int = 16  # key columns that a product takes at a time
     channel_slice: int = 256
 
     def stage(
@@ -172,7 +209,8 @@ class TreeKernels:
         _stage_kernel[grid](
             queries, keys, values, betas, decays, sees.view(torch.uint8), matrices, states, starts, counts,
             updates, outputs, heads, heads // keys.shape[1], keys.shape[2], value_dim, sees.shape[1],
-            KEY=_width(keys.shape[2]), VALUE=self.value_slice, BLOCK=self.block, num_stages=1,
+            KEY=_width(keys.shape[2]), VALUE=self.value_slice, BLOCK=self.block,
+            PART=min(self.key_part, _width(keys.shape[2])), num_stages=1,
         )  # fmt: skip
         return outputs
 
