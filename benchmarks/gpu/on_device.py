@@ -9,8 +9,8 @@ import torch
 from benchmarks.gpu.opened import ROOT, OpenedStages, batch_of, ints, made_up_trees, rewind
 from benchmarks.gpu.placement import Placement
 from benchmarks.gpu.shapes import RandomPair
+from ddtree.device.accelerate import accelerate_linears, accelerate_target
 from ddtree.device.buffers import CacheSize, StepSize
-from ddtree.device.fused_layers import fuse
 from ddtree.device.graphs import GraphMaker
 from ddtree.device.matmul_choice import MatmulChooser
 from ddtree.device.messages import NO_DRAFTER, RoundRequest
@@ -21,9 +21,11 @@ _TUNING_SECONDS = 60.0
 
 
 def fuse_target(pair: RandomPair) -> None:
-    """Fuse the target's layers and let every weight use the product that is fastest here."""
+    """Fuse the target's layers and let every weight use the product that is fastest here, as serving does."""
     chooser = MatmulChooser(pair.target.device, None)
-    fuse(pair.target.model, chooser.linear)
+    accelerate_target(pair.target, chooser)
+    accelerate_linears(pair.draft, chooser)
+    accelerate_linears(pair.projection, chooser)
     chooser.tune(limit_s=_TUNING_SECONDS)
 
 
