@@ -1,0 +1,149 @@
+"""What is made of loaded stages on a GPU, tried on a CPU: each process gets what its stages can use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from ddtree import assembly
+from ddtree.config import ServingConfig
+from ddtree.device import accelerate
+from ddtree.device.loading import Acceleration
+from ddtree.device.matmul_choice import SmallLinear
+from ddtree.draft import Drafter
+from ddtree.models.target import TargetModel
+from ddtree.stages.in_process import InProcessStages
+from ddtree.types import DraftRequest, PrefillRequest, SessionBatch, TreeBatch, VerifyRequest, VerifyResult
+from tests.fakes.plain_kernels import in_place_of_kernels
+from tests.fakes.scripted_draft import Script, ScriptedDrafter
+from tests.fakes.tiny_models import make_draft, make_target
+
+PROMPT = [72, 101, 108, 108, 111]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def plain_kernels() -> Iterator[None]:
+    with in_place_of_kernels(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(accelerate, "fuse", lambda *_: 0)  # has tests of its own, in the interpreter
+        yield
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> ServingConfig:
+    folder = tmp_path_factory.mktemp("pair")
+    return ServingConfig(
+        make_target(folder / "target"), make_draft(folder / "draft"), dtype="float32", device="cpu",
+        page_size=16, kv_cache_mib=2, draft_kv_cache_mib=1, max_sequences=2, max_nodes=15, max_step_nodes=16,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def stages(config: ServingConfig) -> InProcessStages:
+    loaded = assembly.load_in_process(config)
+    loaded.drafter.__class__ = ScriptedDrafter
+    assert isinstance(loaded.drafter, ScriptedDrafter)
+    loaded.drafter.script = Script([*PROMPT, *range(100, 200), *[0] * 400], noise=0.0)
+    return loaded
+
+
+def accelerated(config: ServingConfig, target: TargetModel) -> Acceleration:
+    fast = Acceleration(config, target.device)
+    fast.take_target(target)
+    return fast
+
+
+def target_of(stages: InProcessStages) -> TargetModel:
+    target = stages.verifier.target
+    assert isinstance(target, TargetModel)
+    return target
+
+
+def test_both_stages_get_steps_drafts_and_rounds(config: ServingConfig, stages: InProcessStages) -> None:
+    fast = accelerated(config, target_of(stages))
+    assert isinstance(stages.drafter, Drafter)
+    rounds = fast.finish(stages.verifier, stages.drafter)
+    assert rounds is not None
+    assert rounds.sizes.places == (1, 2)
+    assert rounds.sizes.nodes == (0, 7, 15)
+    assert set(rounds.sizes.ms) == {(1, 0), (1, 7), (1, 15), (2, 0), (2, 7)}  # at most 16 nodes a step
+    assert isinstance(target_of(stages).head, SmallLinear)
+    info = stages.verifier.info()
+    assert info.cost_rows == (1, 8, 16)
+    assert info.usage.pages_used == stages.drafter.usage().pages_used == 0
+
+
+def test_a_verifier_alone_verifies_through_its_steps(config: ServingConfig, stages: InProcessStages) -> None:
+    """The same verdict as before, for trees that fit a size and for one that fits none."""
+    before = [verdict(stages, nodes) for nodes in (5, 15, 20)]
+    assert accelerated(config, target_of(stages)).finish(stages.verifier, None) is None
+    steps = stages.verifier._steps
+    assert steps is not None
+    served: list[int] = []
+    stages.verifier._steps = Watched(steps, served)  # type: ignore[assignment]
+    after = [verdict(stages, nodes) for nodes in (5, 15, 20)]
+    assert [nodes for nodes in served if nodes] == [5, 15]
+    for old, new in zip(before, after, strict=True):
+        torch.testing.assert_close(new, old)
+
+
+class Watched:
+    """Notes the trees that were staged by steps."""
+
+    def __init__(self, steps: object, served: list[int]) -> None:
+        self._steps, self._served = steps, served
+
+    def stage(self, sessions: object, trees: TreeBatch, roots: object) -> object:
+        staged = self._steps.stage(sessions, trees, roots)  # type: ignore[attr-defined]
+        if staged is not None:
+            self._served.append(trees.tokens.shape[1])
+        return staged
+
+
+def verdict(stages: InProcessStages, nodes: int) -> list[torch.Tensor]:
+    """What becomes of a chain of some nodes, of which the first two are right."""
+    root, right = open_session(stages), list[int]()
+    for _ in range(2):
+        length, token = len(PROMPT) + len(right), right[-1] if right else root
+        right.append(int(verify(stages, length, token, TreeBatch.empty(1)).bonus_tokens[0]))
+    root = open_session(stages)
+    order = torch.arange(nodes, dtype=torch.int32)[None]
+    tokens = torch.tensor([[*right, *range(nodes - 2)]], dtype=torch.int32)
+    chain = TreeBatch(tokens, order, order + 1, torch.tensor([nodes], dtype=torch.int32))
+    found = verify(stages, len(PROMPT), root, chain)
+    stages.verifier.release([1])
+    assert int(found.accepted_counts[0]) >= 2
+    return [found.accepted_tokens[:, :2], found.accepted_counts, found.bonus_tokens, found.features]
+
+
+def open_session(stages: InProcessStages) -> int:
+    """Let the verifier read the prompt anew; gives the root token."""
+    stages.verifier.release([1])
+    ids, zero = torch.tensor(PROMPT, dtype=torch.int32), torch.tensor([0])
+    one = SessionBatch(torch.tensor([1]), zero, zero)
+    read = stages.verifier.prefill(PrefillRequest(one, ids, torch.tensor([len(ids)]), torch.tensor([64])))
+    return int(read.next_tokens[0])
+
+
+def verify(stages: InProcessStages, length: int, root: int, trees: TreeBatch) -> VerifyResult:
+    one = SessionBatch(torch.tensor([1]), torch.tensor([0]), torch.tensor([length]))
+    return stages.verifier.verify(VerifyRequest(one, torch.tensor([root], dtype=torch.int32), trees))
+
+
+def test_a_drafter_alone_drafts_through_its_passes(config: ServingConfig, stages: InProcessStages) -> None:
+    """What its script says comes back, at the depth and width that were asked for."""
+    assert isinstance(stages.drafter, Drafter)
+    assert Acceleration(config, torch.device("cpu")).finish(None, stages.drafter) is None
+    ints = torch.tensor
+    count, lives = len(PROMPT) - 1, 2
+    batch = SessionBatch(ints([1, 2]), ints([0] * lives), ints([0] * lives))
+    context = torch.tensor(PROMPT[:-1] * lives, dtype=torch.int32)
+    features = torch.zeros((count * lives, 32))
+    roots = torch.tensor([PROMPT[-1]] * lives, dtype=torch.int32)
+    asked = DraftRequest(batch, context, features, ints([count] * lives), roots, ints([64] * lives), 5, 3)
+    drafted = stages.drafter.draft(asked)
+    assert drafted.top_ids.shape == (lives, 5, 3)
+    assert drafted.top_ids[:, :, 0].tolist() == [list(range(100, 105))] * lives
+    assert bool((drafted.top_log_probs[:, :, :1] > drafted.top_log_probs[:, :, 1:]).all())
+    stages.drafter.release([1, 2])
