@@ -37,7 +37,7 @@ _STORED_AT_ONCE = 1024  # columns of a row that one program stores
 class Scoring:
     """How a score comes from a query and a key, and which keys are near enough to have one."""
 
-    scaling: float  # factor of the product
+    scaling: float  # factor of the product, above zero
     window: int | None = None  # a key is seen when fewer positions back than this; `Sight.BLOCK`: either way
     softcap: float | None = None  # scores are bent into (-softcap, softcap) by tanh (Gemma 2)
 
@@ -174,6 +174,7 @@ def tree_attention(
     kv_heads = pool_keys.shape[1]
     assert query.dtype == tail_keys.dtype == tail_values.dtype == pool_keys.dtype, "one dtype for all"
     assert pool_keys.stride() == pool_values.stride(), "keys and values of a pool lie alike"
+    assert scoring.scaling > 0, f"the highest product has the highest score, not with {scoring.scaling}"
     assert {t.stride(-1) for t in (query, tail_keys, tail_values, pool_keys)} == {1}, "dims lie side by side"
     shape = AttentionShape(
         places, count, heads, kv_heads, head_dim, rows.page_table.shape[1] * rows.page_size,

@@ -30,20 +30,21 @@ def pages_of(table, block, length, PAGE: tl.constexpr, KEYS: tl.constexpr):
 
 @triton.jit
 def score(queries, keys, scale, cap, CAPPED: tl.constexpr):
-    """Scores in units of log 2, `[ROWS, KEYS]`."""
-    scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale
+    """Scores `[ROWS, KEYS]`: in units of log 2 when capped, else `take_in` has the scale."""
+    scores = tl.dot(queries, tl.trans(keys), input_precision="ieee")
     if CAPPED:
-        scores = cap - 2.0 * cap / (1.0 + tl.exp2(scores))  # cap x tanh
+        scores = cap - 2.0 * cap / (1.0 + tl.exp2(scores * scale))  # cap x tanh
     return scores
 
 
 @triton.jit
-def take_in(scores, values, total, highest, weight):
+def take_in(scores, values, total, highest, weight, scale, CAPPED: tl.constexpr):
     """Carry the softmax on: the weighted sum, the highest score, which it refers to, and its weights' sum."""
-    now = tl.maximum(highest, tl.max(scores, axis=1))
+    unit = 1.0 if CAPPED else scale  # of each score, so that scaling it is part of the difference below
+    now = tl.maximum(highest, tl.max(scores, axis=1) * unit)
     # A row that has seen nothing yet would subtract infinity from infinity.
     base = tl.where(now == UNSEEN, 0.0, now)
-    shares = tl.exp2(scores - base[:, None])
+    shares = tl.exp2(scores * unit - base[:, None])
     fade = tl.exp2(highest - base)
     weight = weight * fade + tl.sum(shares, axis=1)
     total = tl.dot(shares.to(values.dtype), values, total * fade[:, None], input_precision="ieee")
@@ -109,7 +110,7 @@ def prefix(
             scores = tl.where(near & there[None, :], scores, UNSEEN)
         elif not FULL:
             scores = tl.where(there[None, :], scores, UNSEEN)
-        total, highest, weight = take_in(scores, values, total, highest, weight)
+        total, highest, weight = take_in(scores, values, total, highest, weight, scale, CAPPED)
     return total, highest, weight
 
 
@@ -157,5 +158,5 @@ def own_rows(
             bits, depths, row, live, depth, block * KEYS, count, words, window, SIGHT, WINDOWED, KEYS
         )
         scores = tl.where(seen, score(queries, keys, scale, cap, CAPPED), UNSEEN)
-        total, highest, weight = take_in(scores, values, total, highest, weight)
+        total, highest, weight = take_in(scores, values, total, highest, weight, scale, CAPPED)
     return total, highest, weight
