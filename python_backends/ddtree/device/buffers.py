@@ -5,6 +5,7 @@ This module knows sessions' pages and lengths; not what is computed with them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -51,8 +52,16 @@ class TreeWish:
 class StepBuffers:
     """Inputs of one size of step, of the target alone and of whole rounds."""
 
-    def __init__(self, size: StepSize, target: CacheSize, draft: CacheSize, device: torch.device) -> None:
+    def __init__(
+        self,
+        size: StepSize,
+        target: CacheSize,
+        draft: CacheSize,
+        device: torch.device,
+        state_of: Callable[[Pages], int | None],  # the recurrent state beside a sequence's pages
+    ) -> None:
         self.size = size
+        self._state_of = state_of
         self.draft_page_size = draft.page_size
         self.reach = min(cache.pages * cache.page_size for cache in (target, draft))  # slots of a sequence
         places, nodes = size.places, size.nodes
@@ -105,6 +114,8 @@ class StepBuffers:
         host["active"][place] = True
         host["lengths"][place] = session.length
         host["roots"][place] = root
+        if session.pages.indices:
+            host["states"][place] = self._state_of(session.pages) or 0
         self._put_pages("page_table", place, session.pages)
 
     def put_drafter(self, place: int, session: Session, wish: TreeWish) -> None:

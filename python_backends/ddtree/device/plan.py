@@ -13,6 +13,7 @@ import torch
 
 from ddtree.device.rows import DeviceRows, Sight
 from ddtree.kv_cache import KvPool
+from ddtree.recurrent.step import RecurrentStep
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,7 @@ class DevicePlan:
     rows: DeviceRows
     pool: KvPool
     sight: Sight = Sight.TREE
+    recurrent: RecurrentStep | None = None  # where the target has recurrent layers too
 
     def keys(self, layer: int) -> torch.Tensor:
         """Keys of a decoder layer, `[slots, kv_heads, head_dim]`, a view of the pool."""

@@ -111,6 +111,9 @@ class RoundParts:
         paths = DeviceAcceptance.over(out["paths"], buffers.size.places, self.depth)
         accepted = walk(buffers.trees, output.next_tokens, self.depth, into=paths)
         commit_rows(stages.pool.keys_values, rows, accepted)
+        if output.recurrent is not None:
+            lengths = torch.where(rows.counts > 0, accepted.accepted_counts + 1, 0)
+            output.recurrent.commit(accepted.path_rows, lengths)
         features = stages.projection(gather_rows(output.taps, accepted))
         keep_rows(features, stages.pool.features, rows, accepted)
         counts = (accepted.accepted_counts + 1) * views["has_drafter"]

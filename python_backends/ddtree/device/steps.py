@@ -18,6 +18,7 @@ from ddtree.device.kernels.layout import lay_out
 from ddtree.device.plan import DevicePlan
 from ddtree.kv_cache import KvPool
 from ddtree.models.target import TargetModel, TargetStep
+from ddtree.recurrent.step import RecurrentStep
 from ddtree.sessions import Session
 from ddtree.staging import Staged
 from ddtree.types import TreeBatch
@@ -34,6 +35,7 @@ class StepOutput:
     next_tokens: torch.Tensor  # [S, T] int64
     logits: torch.Tensor  # [S * T, V]
     taps: torch.Tensor  # [S * T, taps * H]
+    recurrent: RecurrentStep | None  # waits for its commit
 
 
 def sizes_for(max_sequences: int, max_nodes: int, most_rows: int) -> tuple[StepSize, ...]:
@@ -70,7 +72,7 @@ class TargetSteps:
         self.sizes = tuple(sizes)
         self._target, self._pool, self._maker = target, pool, maker
         self.buffers: Mapping[StepSize, StepBuffers] = {
-            size: StepBuffers(size, *caches, target.device) for size in sizes
+            size: StepBuffers(size, *caches, target.device, pool.state_of) for size in sizes
         }
         rows = max(size.rows for size in sizes)
         self._logits = torch.empty((rows, target.vocab_size), dtype=target.dtype, device=target.device)
@@ -108,7 +110,9 @@ class TargetSteps:
         starts = [place * (size.nodes + 1) for place in range(count)]
         made = buffers.trees
         own = TreeBatch(made.tokens[:count], made.parents[:count], made.depths[:count], made.counts[:count])
-        return Staged(TargetStep(output.logits, (output.taps,)), starts, buffers.rows.slots.view(-1), own)
+        recurrent = None if output.recurrent is None else output.recurrent.first(count)
+        step = TargetStep(output.logits, (output.taps,))
+        return Staged(step, starts, buffers.rows.slots.view(-1), own, recurrent)
 
     def cost(self, repeats: int) -> CostCurve:
         """Time a sequence's steps of every size; nothing of them stays in the pool."""
@@ -131,15 +135,16 @@ class TargetSteps:
         return curve
 
     def _work(self, buffers: StepBuffers) -> Callable[[], StepOutput]:
-        plan = DevicePlan(buffers.rows, self._pool)
-        views = buffers.box.device
+        rows, views, states = buffers.rows, buffers.box.device, self._pool.states
 
         def step() -> StepOutput:
-            lay_out(buffers.trees, views["roots"], views["active"], buffers.rows, buffers.token_ids)
+            lay_out(buffers.trees, views["roots"], views["active"], rows, buffers.token_ids)
+            recurrent = None if states is None else RecurrentStep.of_rows(states, rows, views["states"])
+            plan = DevicePlan(rows, self._pool, recurrent=recurrent)
             output = self._target.device_forward(buffers.token_ids, plan)
             logits = self._logits[: buffers.size.rows]
             logits.copy_(output.logits)
             tokens = output.logits.argmax(dim=-1).view(buffers.token_ids.shape)
-            return StepOutput(tokens, logits, torch.cat(output.taps, dim=-1))
+            return StepOutput(tokens, logits, torch.cat(output.taps, dim=-1), recurrent)
 
         return step

@@ -21,6 +21,7 @@ from torch.nn import functional
 from transformers.activations import ACT2FN
 
 from ddtree.attention.plan import StepPlan
+from ddtree.device.plan import DevicePlan
 from ddtree.recurrent.gated_delta import unit
 from ddtree.recurrent.step import LayerRows
 
@@ -75,7 +76,7 @@ class TreeForward:
         self,
         hidden_states: torch.Tensor,  # [1, n, H]
         *,
-        ddtree_plan: StepPlan,
+        ddtree_plan: StepPlan | DevicePlan,
         **_: Any,
     ) -> torch.Tensor:
         """Run all rows of the plan; gives `[1, n, H]`."""

@@ -5,11 +5,9 @@ sequence brings a tree or a chain, the states stay as they are, and `commit` lat
 *reads* (every sequence brings a chain that is kept whole: a prompt's chunk, whose states move on layer by
 layer).
 
-All indices are made once per step and shared by the layers. A row's convolution sees itself and its nearest
-ancestors, then the session's tail, never its flat neighbours:
-
-    tree  0 -> 1, 0 -> 2, 2 -> 3        tail a b c (last: c), kernel 4
-    row 0: a b c 0    row 1: b c 0 1    row 2: b c 0 2    row 3: c 0 2 3
+All indices are made once per step and shared by the layers. They come from sequences on the host, packed
+without a gap, or from rows on the device: then each sequence has as many rows, of which some are padding, and
+a place without rows has a state all the same, which may be another's: it is never written.
 
 This module knows indices and the pool; not models, sessions or acceptance.
 """
@@ -17,12 +15,15 @@ This module knows indices and the pool; not models, sessions or acceptance.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
+from ddtree.device.rows import DeviceRows
 from ddtree.recurrent.gated_delta import Rows, Stop, commit_path, path_decays, read_chain, stage_tree
 from ddtree.recurrent.state_pool import StatePool
+from ddtree.recurrent.windows import next_tails, windows_of
+from ddtree.tree_mask import expand
 
 
 @dataclass(frozen=True)
@@ -103,10 +104,35 @@ class RecurrentStep:
             torch.tensor([span.count for span in spans], device=device),
             widest,
             sees,
-            _windows(depths, sees, starts, pool.shape.kernel).flatten(0, 1)[stands],
+            windows_of(depths, sees, starts, pool.shape.kernel).flatten(0, 1)[stands],
             stands,
             {index: span.mark for index, span in enumerate(spans) if span.mark is not None},
         )
+
+    @classmethod
+    def of_rows(
+        cls,
+        pool: StatePool,
+        rows: DeviceRows,
+        states: torch.Tensor,  # [S] int64, of empty places any
+    ) -> RecurrentStep:
+        """Work out the indices of a step that is staged, without a look at the host.
+
+        Row t of place s is row `s * T + t`. Padding rows see the root and themselves: they give finite values
+        and are seen by none.
+        """
+        places, widest = rows.places, rows.rows
+        count, device = places * widest, states.device
+        assert count <= pool.size.rows, f"{count} rows are staged, the stash holds {pool.size.rows}"
+        starts = torch.arange(places, device=device) * widest
+        sees = expand(rows.bits)
+        windows = windows_of(rows.depths.long(), sees, starts, pool.shape.kernel).flatten(0, 1)
+        stands = torch.arange(count, device=device)
+        return cls(pool, states, starts, rows.counts.long(), widest, sees, windows, stands, {})
+
+    def first(self, count: int) -> RecurrentStep:
+        """What is to be committed of the first sequences only; the others are left as they are."""
+        return replace(self, states=self.states[:count], starts=self.starts[:count])
 
     def convolve(
         self,
@@ -116,22 +142,21 @@ class RecurrentStep:
     ) -> torch.Tensor:
         """Convolve along each row's path, `[n, channels]` float32; what a commit needs is noted."""
         place = self.pool.place(layer)
-        tails = self.pool.tails[place, self.states]
         if self.pool.kernels is not None:
             all_tails = self.pool.tails[place]
             output = self.pool.kernels.convolve(inputs, all_tails, weight, self.windows, self.states)
         else:
-            sources = torch.cat((tails.flatten(0, 1), inputs))
+            sources = torch.cat((self.pool.tails[place, self.states].flatten(0, 1), inputs))
             output = torch.zeros(inputs.shape, dtype=torch.float32, device=inputs.device)
             for position in range(self.windows.shape[1]):
                 output.addcmul_(sources[self.windows[:, position]].float(), weight[:, position].float())
         if self.keeps:
-            rows = self._chain_rows()
+            rows, tails = self._chain_rows(), self.pool.tails[place, self.states]
             for sequence, mark in self.marks.items():
                 own = slice(sequence, sequence + 1)
                 count = self.counts.new_tensor([mark.rows])
-                self.pool.tails[place, mark.state] = _next_tails(tails[own], inputs, rows[own], count)[0]
-            self.pool.tails[place, self.states] = _next_tails(tails, inputs, rows, self.counts)
+                self.pool.tails[place, mark.state] = next_tails(tails[own], inputs, rows[own], count)[0]
+            self.pool.tails[place, self.states] = next_tails(tails, inputs, rows, self.counts)
         else:
             self.pool.stash.inputs[place, : len(inputs)] = inputs
         return output
@@ -177,28 +202,37 @@ class RecurrentStep:
 
     def commit(
         self,
-        paths: torch.Tensor,  # [S, J] int64, nodes of each path, root first; what lies beyond it is not read
-        lengths: torch.Tensor,  # [S] int64, nodes of each path, 0..J
+        paths: torch.Tensor,  # [S, J] int, nodes of each path, root first; what lies beyond it is not read
+        lengths: torch.Tensor,  # [S] int, nodes of each path, 0..J; 0 where a place is empty
     ) -> None:
         """Move every state along its path. The other nodes leave no trace."""
         assert not self.keeps, "what was read is committed already"
         is_path = torch.arange(paths.shape[1], device=paths.device) < lengths[:, None]
         rows = self.starts[:, None] + paths.masked_fill(~is_path, 0)
+        lengths = lengths.long()
         if self.pool.kernels is not None:
             self._commit_by_kernel(rows, lengths)
-            return
+        else:
+            self._commit_by_layer(rows, lengths)
+
+    def _commit_by_layer(self, rows: torch.Tensor, lengths: torch.Tensor) -> None:
+        # A sequence that commits nothing may share its state with one that does. It then does what the first
+        # one that commits does, so that whoever writes last writes the same.
+        own = torch.arange(len(lengths), device=lengths.device)
+        own = torch.where(lengths > 0, own, (lengths > 0).int().argmax())
+        states, rows, lengths = self.states[own], rows[own], lengths[own]
         # One layer at a time: a copy of all layers' states at once would be as large as the states.
         for place in range(len(self.pool.shape.layers)):
             stash = self.pool.stash.layer(place)
-            self.pool.matrices[place, self.states] = commit_path(
-                self.pool.matrices[place, self.states],
+            self.pool.matrices[place, states] = commit_path(
+                self.pool.matrices[place, states],
                 stash.keys[rows].transpose(1, 2),
                 stash.updates[rows].transpose(1, 2),
                 stash.decays[rows].transpose(1, 2),
                 lengths,
             )
-            tails = self.pool.tails[place, self.states]
-            self.pool.tails[place, self.states] = _next_tails(tails, stash.inputs, rows, lengths)
+            tails = self.pool.tails[place, states]
+            self.pool.tails[place, states] = next_tails(tails, stash.inputs, rows, lengths)
 
     def _commit_by_kernel(self, rows: torch.Tensor, lengths: torch.Tensor) -> None:
         pool, kernels = self.pool, self.pool.kernels
@@ -207,7 +241,7 @@ class RecurrentStep:
         kernels.commit(pool.matrices, stash.keys, stash.updates, stash.decays, self.states, rows, lengths)
         for place in range(len(pool.shape.layers)):
             tails = pool.tails[place, self.states]
-            pool.tails[place, self.states] = _next_tails(tails, stash.inputs[place], rows, lengths)
+            pool.tails[place, self.states] = next_tails(tails, stash.inputs[place], rows, lengths)
 
     def _chain_rows(self) -> torch.Tensor:
         """Rows `[S, N]` of chains; beyond their ends any."""
@@ -223,7 +257,8 @@ class RecurrentStep:
 
     def _flat(self, batch: torch.Tensor) -> torch.Tensor:
         """Undo `_pad_rows`."""
-        return batch.transpose(1, 2).flatten(0, 1)[self.places]
+        rows = batch.transpose(1, 2).flatten(0, 1)
+        return rows if len(rows) == len(self.places) else rows[self.places]
 
 
 def _sees(spans: Sequence[Span], widest: int, device: torch.device) -> torch.Tensor:
@@ -234,39 +269,3 @@ def _sees(spans: Sequence[Span], widest: int, device: torch.device) -> torch.Ten
         own = chain[: span.count, : span.count] if span.sees is None else span.sees
         sees[index, : span.count, : span.count] = own
     return sees
-
-
-def _windows(
-    depths: torch.Tensor,  # [S, N]
-    sees: torch.Tensor | None,  # [S, N, N]; None: chains
-    starts: torch.Tensor,  # [S]
-    kernel: int,
-) -> torch.Tensor:
-    """Sources of each row's window, oldest first, `[S, N, kernel]`: all tails, then all rows."""
-    size, device = kernel - 1, depths.device
-    own_tail = torch.arange(len(depths), device=device)[:, None] * size
-    own_rows = len(depths) * size + starts[:, None]
-    columns = []
-    for back in range(size, -1, -1):
-        wanted = depths - back
-        if sees is None:
-            ancestor = wanted.clamp(min=0)
-        else:
-            # A row sees exactly one row of each depth above it, so the largest match is the only one.
-            ancestor = (sees & (depths[:, None] == wanted[..., None])).to(torch.uint8).argmax(2)
-        columns.append(torch.where(wanted >= 0, own_rows + ancestor, own_tail + size + wanted))
-    return torch.stack(columns, dim=2)
-
-
-def _next_tails(
-    tails: torch.Tensor,  # [S, kernel - 1, channels]
-    inputs: torch.Tensor,  # [rows, channels]
-    paths: torch.Tensor,  # [S, J] int64 rows of each path
-    lengths: torch.Tensor,  # [S]
-) -> torch.Tensor:
-    """The last inputs of (tail, path), `[S, kernel - 1, channels]`."""
-    size = tails.shape[1]
-    places = lengths[:, None] + torch.arange(size, device=lengths.device)  # in (tail, path)
-    rows = paths.gather(1, (places - size).clamp(min=0, max=paths.shape[1] - 1))
-    kept = tails.gather(1, places.clamp(max=size - 1)[..., None].expand_as(tails))
-    return torch.where((places < size)[..., None], kept, inputs[rows])
