@@ -24,6 +24,7 @@ from ddtree.types import DrafterInfo, DraftRequest, DraftResult, Usage
 if TYPE_CHECKING:
     from ddtree.device.draft_steps import DraftSteps
     from ddtree.device.drafting import DeviceDraft
+    from ddtree.device.fused_layers import MakeLinear
 
 _COST_CONTEXT = 256  # context tokens behind which the draft's cost is measured
 _COST_WIDTH = 16
@@ -96,6 +97,7 @@ class Drafter:
         self.sessions = SessionTable(self.pool, ttl_s=limits.session_ttl_s, keys=keys)
         self._cost_ms = 1.0
         self._steps: DraftSteps | None = None
+        self._linear: MakeLinear | None = None
 
     def measure_cost(self, repeats: int = 3) -> None:
         """Time one draft of one sequence on this machine; `info` reports it."""
@@ -127,7 +129,15 @@ class Drafter:
         """The same drafter over the same pool, for rounds that stay on the device."""
         from ddtree.device.drafting import DeviceDraft  # kernels: not everywhere installed
 
-        return DeviceDraft(self.model, self._embedding, self._head, self._target_ids, self.pool)
+        parts = (self.model, self._embedding, self._head, self._target_ids, self.pool)
+        return DeviceDraft(*parts, linear=self._linear)
+
+    def choose_products(self, linear: MakeLinear) -> None:
+        """Let `on_device` use products made by `linear`; the ones it needs are made now, to be tuned."""
+        self._linear = linear
+        if type(self._head) is nn.Linear:
+            self._head = linear(self._head.weight, self._head.bias)
+        self.on_device()
 
     def info(self) -> DrafterInfo:
         """What the orchestrator must know."""

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from ddtree import assembly
 from ddtree.config import ServingConfig
-from ddtree.device import accelerate
+from ddtree.device import accelerate, attend, round_parts
+from ddtree.device.load_check import _prompt
 from ddtree.device.loading import Acceleration
 from ddtree.device.matmul_choice import SmallLinear
 from ddtree.draft import Drafter
 from ddtree.models.target import TargetModel
 from ddtree.stages.in_process import InProcessStages
 from ddtree.types import DraftRequest, PrefillRequest, SessionBatch, TreeBatch, VerifyRequest, VerifyResult
+from tests.fakes.pipeline import GreedyReference
 from tests.fakes.plain_kernels import in_place_of_kernels
+from tests.fakes.plain_kernels import tree_attention as plain_attention
 from tests.fakes.scripted_draft import Script, ScriptedDrafter
 from tests.fakes.tiny_models import make_draft, make_target
 
@@ -147,3 +153,47 @@ def test_a_drafter_alone_drafts_through_its_passes(config: ServingConfig, stages
     assert drafted.top_ids[:, :, 0].tolist() == [list(range(100, 105))] * lives
     assert bool((drafted.top_log_probs[:, :, :1] > drafted.top_log_probs[:, :, 1:]).all())
     stages.drafter.release([1, 2])
+
+
+def test_steps_that_are_off_are_not_used(
+    config: ServingConfig, stages: InProcessStages, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A kernel that loses a row's sight of its ancestors: the verifier goes on without, and says why."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attend, "attend_to_tree", blind)
+        assert accelerated(config, target_of(stages)).finish(stages.verifier, stages.drafter) is None  # type: ignore[arg-type]
+    assert stages.verifier._steps is None
+    assert "captured step is off by" in caplog.text
+    assert stages.verifier.usage().sessions == stages.verifier.usage().pages_used == 0
+
+
+def blind(*args: Any, **options: Any) -> torch.Tensor:
+    rows = args[5]
+    own = replace(rows, bits=torch.ones_like(rows.bits) << torch.arange(rows.rows)[None, :, None])
+    query, keys, values, pool_keys, pool_values, _, sight, scoring = args
+    return plain_attention(query, keys, values, pool_keys, pool_values, own, sight, scoring, **options)
+
+
+def test_rounds_that_leave_rows_where_they_are_are_not_used(
+    config: ServingConfig, stages: InProcessStages, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The accepted path's keys are not moved: the step after the round shows it."""
+    fast = accelerated(config, target_of(stages))
+    assert isinstance(stages.drafter, ScriptedDrafter)
+    stages.drafter.script = Script(made_up_text(stages), noise=0.9)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(round_parts, "commit_rows", lambda *_: None)
+        assert fast.finish(stages.verifier, stages.drafter) is None
+    assert stages.verifier._steps is not None
+    assert "the step after some rounds is off by" in caplog.text
+    assert stages.drafter.usage().sessions == stages.verifier.usage().sessions == 0
+
+
+def made_up_text(stages: InProcessStages) -> list[int]:
+    """The prompt that is tried at load, and how the target goes on from it."""
+    ids: list[int] = _prompt(stages.verifier).tolist()
+    model = GreedyReference(Path(target_of(stages).model.name_or_path)).model
+    with torch.inference_mode():
+        for _ in range(40):
+            ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+    return [*ids, *[0] * 400]

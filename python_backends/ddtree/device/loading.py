@@ -20,6 +20,7 @@ from ddtree.device.accelerate import accelerate_linears, accelerate_target, choo
 from ddtree.device.buffers import CacheSize, StepSize
 from ddtree.device.draft_steps import DraftSteps
 from ddtree.device.graphs import GraphMaker
+from ddtree.device.load_check import check_rounds, check_steps
 from ddtree.device.rounds import DeviceRounds
 from ddtree.device.steps import TargetSteps, sizes_for
 from ddtree.draft import Drafter
@@ -63,6 +64,7 @@ def prepare_rounds(
     steps = _steps(verifier, target, wanted, caches, maker)
     rounds = DeviceRounds(verifier, drafter, steps, maker)
     rounds.prepare(wanted.on_progress, wanted.repeats)
+    check_rounds(verifier, drafter, steps, rounds)
     return rounds
 
 
@@ -75,6 +77,7 @@ def _steps(
 ) -> TargetSteps:
     steps = TargetSteps(target, verifier.pool, wanted.sizes, caches, maker)
     steps.prepare(wanted.on_progress)
+    check_steps(verifier, steps)
     verifier.use(steps, wanted.repeats)
     return steps
 
@@ -97,10 +100,15 @@ class Acceleration:
         if verifier is not None:
             accelerate_linears(verifier.projection, self._chooser)
         if drafter is not None:
-            accelerate_linears(drafter.model, self._chooser)
+            drafter.choose_products(self._chooser.linear)
         with tqdm(desc="choosing matrix products", disable=None) as bar:
             self._chooser.tune(lambda done, total: _show(bar, done, total))
-        rounds = self._capture(verifier, drafter)
+        rounds = None
+        try:
+            rounds = self._capture(verifier, drafter)
+        except Exception as error:  # noqa: BLE001 - whatever a compiler or a card says, there is another way
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:400]
+            _LOG.warning("not everything is captured, so the GPU works more slowly: %s", reason)
         _LOG.info("captured %s", self._maker.report())
         return rounds
 
@@ -112,9 +120,9 @@ class Acceleration:
             _capture_drafts(drafter, sorted({size.places for size in sizes}), self._maker)
         if verifier is None or not isinstance(target, TargetModel):
             return None
-        if verifier.pool.states is not None:
-            _LOG.info("steps are not captured: the target has recurrent layers")
-            return None
+        if (most_rows := verifier.pool.most_rows) is not None:
+            # Where recurrent layers leave room for fewer rows, larger batches of trees take several steps.
+            sizes = tuple(size for size in sizes if size.rows <= most_rows)
         is_shared = drafter is not None and drafter.pool.features.device == target.device
         with tqdm(desc="capturing", total=(1 + is_shared) * len(sizes), disable=None) as bar:
             wanted = Preparation(sizes, target.context_length, lambda _: _advance(bar))

@@ -1,0 +1,145 @@
+"""Compares captured steps and rounds with the general way, on the device they will serve on.
+
+Kernels are compiled where they run, so what can go wrong shows at load: no compiler, a card or a driver they
+do not fit. Then stages go on without them, more slowly and as right. One session reads a made-up prompt; the
+step over a small tree must say what the packed forward says, and after some rounds the next step must say
+what it says behind the same tokens read at once. This module knows what right is, not how steps work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ddtree.device.messages import RoundRequest
+from ddtree.device.rounds import DeviceRounds
+from ddtree.device.steps import TargetSteps
+from ddtree.draft import Drafter
+from ddtree.staging import stage
+from ddtree.types import DraftRequest, PrefillRequest, PrefillResult, SessionBatch, TreeBatch
+from ddtree.verify import TargetVerifier
+
+_PROMPT = 70  # tokens: with the usual pages, more than one
+_PARENTS = (0, 0, 1, 1, 2, 5)
+_DEPTHS = (1, 1, 2, 2, 2, 3)
+_ROUNDS = 3
+_NODES = 31  # most nodes of a tried tree
+_SESSION, _AT_ONCE = 0, 1
+# Share of the logits' own size that may differ; half precision adds up in another order.
+_ROUNDING = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 6e-2}
+
+
+class Misfit(Exception):
+    """Kernels do not compute here what they should; the message says what is off."""
+
+
+@torch.inference_mode()
+def check_steps(verifier: TargetVerifier, steps: TargetSteps) -> None:
+    """Hold a captured step to the packed forward.
+
+    Raises:
+        Misfit: its logits are off.
+    """
+    read = _open(verifier, _SESSION, _prompt(verifier))
+    try:
+        _compare(verifier, steps, _tree(verifier), int(read.next_tokens[0]), "a captured step")
+    finally:
+        verifier.release([_SESSION])
+
+
+@torch.inference_mode()
+def check_rounds(
+    verifier: TargetVerifier, drafter: Drafter, steps: TargetSteps, rounds: DeviceRounds
+) -> None:
+    """Do a few rounds, then hold the next step to the same step of a session that read everything at once.
+
+    Raises:
+        Misfit: a round lost a session, or left something else in the cache than reading its tokens leaves.
+    """
+    ids = _prompt(verifier)
+    read = _open(verifier, _SESSION, ids)
+    count = torch.tensor([len(ids)], dtype=torch.int32)
+    reserve = torch.tensor([_slots(verifier)], dtype=torch.int32)
+    context = DraftRequest(_batch(_SESSION, 0), ids, read.features, count, ids[:1], reserve, depth=0, width=0)
+    drafter.draft(context)
+    nodes = max((size.nodes for size in steps.sizes if size.places == 1 and size.nodes <= _NODES), default=0)
+    root = int(read.next_tokens[0])
+    try:
+        for _ in range(_ROUNDS):
+            result = rounds.run(_request(drafter, root, len(ids), nodes))
+            if int(result.status[0]) or int(result.draft_status[0]):
+                raise Misfit("a round lost its session")
+            path = result.accepted_tokens[0, : int(result.accepted_counts[0])]
+            ids = torch.cat((ids, torch.tensor([root], dtype=torch.int32), path))
+            root = int(result.bonus_tokens[0])
+        _open(verifier, _AT_ONCE, ids)
+        what = "the step after some rounds"
+        _compare(verifier, steps, TreeBatch.empty(1), root, what, reference=_AT_ONCE)
+    finally:
+        verifier.release([_SESSION, _AT_ONCE])
+        drafter.release([_SESSION])
+
+
+def _request(drafter: Drafter, root: int, length: int, nodes: int) -> RoundRequest:
+    def one(value: int) -> torch.Tensor:
+        return torch.tensor([value], dtype=torch.int32)
+
+    depth = one(drafter.block_size - 1)
+    batch = _batch(_SESSION, length)
+    return RoundRequest(batch, one(0), one(root), one(nodes), depth, torch.tensor([False]), nodes)
+
+
+def _compare(
+    verifier: TargetVerifier,
+    steps: TargetSteps,
+    trees: TreeBatch,
+    root: int,
+    what: str,
+    reference: int = _SESSION,
+) -> None:
+    """Hold a captured step of the session to the packed forward of a reference session of the same tokens."""
+    sessions = {session.session_id: session for session in verifier.sessions}
+    captured = steps.stage([sessions[_SESSION]], trees, [root])
+    if captured is None:
+        return
+    rows = int(trees.counts[0]) + 1
+    found = captured.step.logits[:rows].float().clone()
+    packed = stage(verifier.target, verifier.pool, [sessions[reference]], trees, [root])
+    expected = packed.step.logits.float()
+    off = float((found - expected).norm() / expected.norm())
+    if not off <= _ROUNDING[verifier.target.dtype]:  # a NaN is no small difference
+        raise Misfit(f"{what} is off by {off:.2g} of the logits")
+
+
+def _open(verifier: TargetVerifier, session: int, ids: torch.Tensor) -> PrefillResult:
+    count = torch.tensor([len(ids)], dtype=torch.int32)
+    reserve = torch.tensor([_slots(verifier)], dtype=torch.int32)
+    return verifier.prefill(PrefillRequest(_batch(session, 0), ids, count, reserve))
+
+
+def _prompt(verifier: TargetVerifier) -> torch.Tensor:
+    """Made-up ids, `[n]` int32."""
+    generator = torch.Generator().manual_seed(0)
+    length = min(_PROMPT, _slots(verifier) // 4)
+    return torch.randint(verifier.target.vocab_size, (length,), generator=generator).int()
+
+
+def _slots(verifier: TargetVerifier) -> int:
+    """Slots of each of the two sessions."""
+    return min(4 * _PROMPT, verifier.target.context_length, verifier.pool.total_slots // 2)
+
+
+def _batch(session: int, length: int) -> SessionBatch:
+    zero = torch.zeros(1, dtype=torch.int32)
+    return SessionBatch(torch.tensor([session]), zero, zero + length)
+
+
+def _tree(verifier: TargetVerifier) -> TreeBatch:
+    count = len(_PARENTS)
+    tokens = torch.arange(1, count + 1, dtype=torch.int32)[None] % verifier.target.vocab_size
+
+    def ints(values: Sequence[int]) -> torch.Tensor:
+        return torch.tensor([values], dtype=torch.int32)
+
+    return TreeBatch(tokens, ints(_PARENTS), ints(_DEPTHS), torch.tensor([count], dtype=torch.int32))
