@@ -44,7 +44,8 @@ time.sleep(60)
 
 
 def grown(before: Scrape, after: Scrape, name: str, **labels: str) -> float:
-    return after.total(f"ddtree_{name}", **labels) - before.total(f"ddtree_{name}", **labels)
+    """How much a counter grew; a label's first sample comes with its first event."""
+    return after.total(f"ddtree_{name}", **labels) - sum(before.values(f"ddtree_{name}", **labels))
 
 
 # --- agreeing with the answers

@@ -28,13 +28,17 @@ class Scrape:
 
     def total(self, name: str, **labels: str) -> float:
         """Sum of the samples of a name with these labels; fails when there is none."""
-        found = [
+        found = self.values(name, **labels)
+        assert found, f"no sample of {name} with {labels}"
+        return sum(found)
+
+    def values(self, name: str, **labels: str) -> list[float]:
+        """The samples of a name with these labels."""
+        return [
             value
             for sample, has, value in self._samples()
             if sample == name and labels.items() <= has.items()
         ]
-        assert found, f"no sample of {name} with {labels}"
-        return sum(found)
 
     def label_names(self) -> dict[str, set[str]]:
         """Label names by sample name."""
