@@ -202,9 +202,10 @@ def test_a_launch_fills_the_card_and_fits_it(heads: int, kv_heads: int, head_dim
             shape = AttentionShape(places, rows, heads, kv_heads, head_dim, 16384, item_bytes)
             cut = tiling_for(shape)
             work = places * kv_heads * -(-shape.folded // cut.rows)
-            assert work * cut.splits <= max(work, 264)
+            programs = 132 if cut.warps == 8 else 264  # registers are for one of eight warps, or two of four
+            assert work * cut.splits <= max(work, programs)
             assert 1 <= cut.splits <= 64
-            assert cut.splits == 64 or work * (cut.splits + 1) > 264
+            assert cut.splits == 64 or work * (cut.splits + 1) > programs
             width = 1 << (head_dim - 1).bit_length()
             assert (cut.rows + 2 * cut.stages * cut.keys) * width * item_bytes <= 227 * 1024
             assert cut.stages > 1

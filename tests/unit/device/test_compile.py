@@ -118,11 +118,11 @@ def test_loops_keep_their_values_in_registers(report: Report) -> None:
         assert variant.stack <= _FEW_BYTES, f"{variant}: {variant.stack} bytes of a thread in local memory"
 
 
-def test_two_programs_of_tree_attention_fit_on_a_multiprocessor(report: Report) -> None:
-    # The choice of splits counts on it, see `attention_tiling`.
+def test_as_many_programs_of_tree_attention_fit_as_the_choice_of_splits_counts_on(report: Report) -> None:
     for variant in report.of("_attend_kernel"):
-        if variant.warps == 4:
-            assert 2 * (variant.shared + 1024) <= 228 * 1024, variant
+        at_a_time = 2 if variant.warps == 4 else 1
+        assert at_a_time * (variant.shared + 1024) <= 228 * 1024, variant
+        assert at_a_time * 32 * variant.warps * -(-variant.registers // 8) * 8 <= 65536, variant
 
 
 def test_products_of_64_rows_and_more_use_hoppers_own_instruction(report: Report) -> None:

@@ -65,10 +65,13 @@ def tiling_for(shape: AttentionShape, wish: Tiling | None = None) -> Tiling:
     keys = wish.keys or (16 if exact else 64 if width <= 128 else 32)
     work = shape.places * shape.kv_heads * -(-shape.folded // rows)
     blocks = -(-shape.slots // keys) + -(-shape.rows // keys)
-    # Rounded down: the last few programs of a wave too many would take as long as a whole wave.
-    splits = max(1, min(card.waves * card.processors // work, blocks, _LONGEST_JOIN))
     warps = 8 if rows * width >= 128 * 128 else 4
-    fits = card.shared_bytes // (1 if warps == 8 else card.waves) - rows * width * shape.item_bytes
+    at_a_time = (
+        1 if warps == 8 else card.waves
+    )  # the registers of eight warps leave no room for another eight
+    # Rounded down: the last few programs of a wave too many would take as long as a whole wave.
+    splits = max(1, min(at_a_time * card.processors // work, blocks, _LONGEST_JOIN))
+    fits = card.shared_bytes // at_a_time - rows * width * shape.item_bytes
     stages = fits // (2 * keys * width * shape.item_bytes)
     splits = wish.splits or splits
     return Tiling(
