@@ -16,7 +16,7 @@ from ddtree.device.kernels.draft_rows import Angles, ContextKv, begin, convolve,
 from ddtree.device.kernels.layer import Heads, add_norm, gate, turn
 from ddtree.device.kernels.layout import lay_out
 from ddtree.device.kernels.matmul import multiply
-from ddtree.device.kernels.move import advance, commit_rows, gather_rows, keep_rows
+from ddtree.device.kernels.move import commit_rows, gather_rows, keep_rows
 from ddtree.device.kernels.top import top_candidates
 from ddtree.device.kernels.walk import walk
 from ddtree.device.matmul_candidates import Bucket, Config, ProductKind
@@ -171,7 +171,6 @@ def tree_calls(nodes: int, edges: bool = False, places: int = 1) -> Iterator[Cal
 
     def commit() -> None:
         commit_rows(tensor(36, 2, _SLOTS, 8, 128), rows, accepted)
-        advance(rows, accepted, longs(places))
         gathered = gather_rows(tensor(places * (nodes + 1), 4096), accepted)
         keep_rows(gathered, tensor(_SLOTS, 4096), rows, accepted)
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddtree.device.kernels.move import advance, commit_rows, gather_rows, keep_rows
+from ddtree.device.kernels.move import commit_rows, gather_rows, keep_rows
 from ddtree.device.rows import DeviceRows
 from ddtree.device.trees import DeviceAcceptance
 from ddtree.kv_cache import CacheShape, KvPool
@@ -124,20 +124,6 @@ def test_a_row_that_is_staged_nowhere_is_moved_nowhere() -> None:
     rows.slots[0, 2:] = -1
     commit_rows(pool, rows, acceptance_of([tree], 2))
     assert torch.equal(pool, before)
-
-
-def test_sequences_go_on_after_their_paths() -> None:
-    sequences = [
-        Sequence(5, [0, 0, 2], 3),
-        Sequence(9, [0], 1, is_empty=True),
-        Sequence(0, [], 0),
-        Sequence(7, [0, 1], 2),
-    ]
-    rows = rows_of(sequences, 4, [torch.arange(16)] * 4)
-    roots = torch.tensor([1, 2, 3, 4], device=DEVICE)
-    advance(rows, acceptance_of(sequences, 3), roots)
-    assert rows.lengths.tolist() == [8, 9, 1, 10]
-    assert roots.tolist() == [900, 2, 902, 903]
 
 
 @pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 5), (torch.bfloat16, 1100), (torch.float16, 64)])

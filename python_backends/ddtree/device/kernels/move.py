@@ -1,4 +1,4 @@
-"""The commit on the device: the accepted path's rows become the next committed slots, and decoding goes on.
+"""The commit on the device: the accepted path's rows become the next committed slots.
 
 A place's rows are staged in the slots after its committed ones, by row; its path goes to the first of them:
 
@@ -45,20 +45,6 @@ def _commit_kernel(
     tl.store(keys_values + (first + destination)[:, None] * size + column[None, :], values, mask=mask)
 
 
-@triton.jit(do_not_specialize=["places"])
-def _advance_kernel(
-    lengths, counts, roots, accepted_counts, bonus_tokens, places, PLACES: tl.constexpr
-):  # fmt: skip
-    place = tl.arange(0, PLACES)
-    inside = place < places
-    holds = inside & (tl.load(counts + place, mask=inside, other=0) > 0)
-    length = tl.load(lengths + place, mask=holds, other=0)
-    accepted = tl.load(accepted_counts + place, mask=holds, other=0)
-    bonus = tl.load(bonus_tokens + place, mask=holds, other=0)
-    tl.store(lengths + place, length + accepted + 1, mask=holds)
-    tl.store(roots + place, bonus.to(tl.int64), mask=holds)
-
-
 @triton.jit(do_not_specialize=["rows", "depth"])
 def _gather_kernel(
     values, accepted_counts, path_rows, gathered, size, rows, depth, COLUMNS: tl.constexpr
@@ -94,8 +80,8 @@ def commit_rows(
 ) -> None:
     """Move root and accepted path of each place to the slots of its first rows, all layers in one launch.
 
-    Those are the slots of the positions from the committed length on, and stay so after `advance`. Rows may
-    overlap: one program moves all rows of its layer and columns, and loads all before it stores any;
+    Those are the slots of the positions from the committed length on, whoever counts them as committed. Rows
+    may overlap: one program moves all rows of its layer and columns, and loads all before it stores any;
     programs share no memory that one of them writes, since sequences stage in slots of their own. Rows that
     stand where they belong, and those of empty places, are not touched.
     """
@@ -107,18 +93,6 @@ def commit_rows(
         pool_keys_values, rows.slots, rows.counts, acceptance.accepted_counts, acceptance.path_rows,
         pool_slots, size, rows.rows, depth,
         PATH=triton.next_power_of_2(depth + 1), COLUMNS=columns, num_warps=4,
-    )  # fmt: skip
-
-
-def advance(
-    rows: DeviceRows,
-    acceptance: DeviceAcceptance,
-    roots: torch.Tensor,  # [S] int64, changed
-) -> None:
-    """Count root and accepted path as committed and make the bonus tokens the roots, where there are rows."""
-    _advance_kernel[(1,)](
-        rows.lengths, rows.counts, roots, acceptance.accepted_counts, acceptance.bonus_tokens, rows.places,
-        PLACES=triton.next_power_of_2(rows.places), num_warps=1,
     )  # fmt: skip
 
 
