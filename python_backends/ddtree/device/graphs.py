@@ -11,7 +11,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from contextlib import suppress
+from typing import Generic, TypeVar, cast
 
 import torch
 
@@ -40,8 +41,12 @@ class Captured(Generic[_Output]):
         if self._graph is None:
             return self._work()
         self._graph.replay()
-        assert self._output is not None, "a captured graph keeps its output"
-        return self._output
+        return cast(_Output, self._output)  # None where that is what the work gives
+
+    @property
+    def is_still(self) -> bool:
+        """Whether what it gives stands where it stood before, whenever it is done again."""
+        return self._graph is not None
 
 
 class GraphMaker:
@@ -51,6 +56,9 @@ class GraphMaker:
         self._device = device
         self._is_cuda = device.type == "cuda"
         self._pool = torch.cuda.graph_pool_handle() if self._is_cuda else None
+        # One for all: memory and the libraries' workspaces belong to the stream that they were made for.
+        self._stream = torch.cuda.Stream(device) if self._is_cuda else None
+        self._broken: list[torch.cuda.CUDAGraph] = []  # the allocator may look at one as long as it lives
         self.captured = 0  # graphs so far
         self.bytes = 0  # of device memory that they hold
         self.seconds = 0.0  # spent on capturing
@@ -76,18 +84,33 @@ class GraphMaker:
         return captured
 
     def _capture(self, work: Callable[[], _Output]) -> Captured[_Output]:
-        stream = torch.cuda.Stream(self._device)
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(stream):
-            for _ in range(_WARM_UPS):
-                work()
-        torch.cuda.current_stream(self._device).wait_stream(stream)
-        torch.cuda.synchronize(self._device)
+        assert self._stream is not None, "only a GPU captures"
+        # Kernels go to the current device; a capture that fails leaves its stream behind as the current one.
+        with torch.cuda.device(self._device):
+            self._stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._stream):
+                for _ in range(_WARM_UPS):
+                    work()
+                return self._record(work, self._stream)
+
+    def _record(self, work: Callable[[], _Output], stream: torch.cuda.Stream) -> Captured[_Output]:
         graph = torch.cuda.CUDAGraph()
-        # Other threads of this process may use the device meanwhile: their calls must not end the capture.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            output = work()
+        try:
+            # Other threads may use the device meanwhile: their calls must not end the capture.
+            with torch.cuda.graph(graph, self._pool, stream, capture_error_mode="thread_local"):
+                output = work()
+        except BaseException:
+            self._leave(graph)
+            raise
         return Captured(work, graph, output)
+
+    def _leave(self, graph: torch.cuda.CUDAGraph) -> None:
+        """After a capture that failed: PyTorch would keep its pool for it, and refuse it to others."""
+        assert self._pool is not None, "only a GPU captures"
+        self._broken.append(graph)
+        with suppress(RuntimeError):  # it was ended after all
+            torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._pool)  # noqa: SLF001
+        self._pool = torch.cuda.graph_pool_handle()
 
     def report(self) -> str:
         """What the graphs took, in words."""

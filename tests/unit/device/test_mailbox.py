@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import numpy as np
+import pytest
 import torch
 
-from ddtree.device.graphs import GraphMaker
+from ddtree.device.graphs import Captured, GraphMaker
 from ddtree.device.mailbox import Mailbox, Section
 from tests.fakes.device import DEVICE
 
@@ -59,3 +62,26 @@ def test_captured_work_reads_its_inputs_again() -> None:
     assert double().tolist() == [2.0, 4.0]
     values.copy_(torch.tensor([5.0, 6.0]))
     assert double().tolist() == [10.0, 12.0]
+
+
+class _Graph:
+    """Stands for a graph: what was captured is not run again by Python."""
+
+    def __init__(self) -> None:
+        self.replays = 0
+
+    def replay(self) -> None:
+        self.replays += 1
+
+
+def test_captured_work_that_gives_nothing_is_played_back() -> None:
+    graph = _Graph()
+    captured = Captured[None](lambda: pytest.fail("it was captured"), cast(Any, graph), None)
+    captured()
+    captured()
+    assert graph.replays == 2
+    assert captured.is_still
+
+
+def test_work_without_a_graph_gives_other_tensors_each_time() -> None:
+    assert not Captured(lambda: 3).is_still
