@@ -23,7 +23,8 @@ def recurrent_calls(count: int, sequences: int, key_dim: int = 128) -> Iterator[
         sees = tensor(sequences, count, count, dtype=torch.bool)
         updates = tensor(total, heads, key_dim, dtype=floats)
         own = (states, longs(sequences), longs(sequences))
-        kernels.stage(keys, keys, values, tensor(total, heads), decays, sees, matrices[0], *own, updates)
+        kernels.stage(keys, keys, values, tensor(total, heads), decays, sees, matrices[0], *own, updates,
+                      room=count)  # fmt: skip
 
     def commit() -> None:
         keys = tensor(layers, total, key_heads, key_dim, dtype=floats)
@@ -37,7 +38,22 @@ def recurrent_calls(count: int, sequences: int, key_dim: int = 128) -> Iterator[
             tensor(total, channels), tensor(8, 3, channels), tensor(channels, 4), windows, states
         )
 
+    def around() -> None:
+        keys, kept = tensor(total, key_heads, key_dim, dtype=floats), tensor(total, channels)
+        weight, windows = tensor(channels, 4), longs(total, 4)
+        kernels.heads(kept, tensor(8, 3, channels), weight, windows, states, keys, kept, (heads, key_dim))
+        per_head, sees = tensor(total, heads), tensor(sequences, count, count, dtype=torch.bool)
+        decays = tensor(total, heads, dtype=floats)
+        numbers = (tensor(heads), tensor(heads))
+        kernels.sum_decays(per_head, per_head, *numbers, sees, longs(sequences), longs(sequences), decays)
+        kernels.gate(
+            tensor(total, heads, key_dim, dtype=floats), tensor(total, heads, key_dim), tensor(key_dim), 1e-6
+        )
+        tails, inputs = tensor(layers, 8, 3, channels), tensor(layers, total, channels)
+        kernels.move_tails(tails, inputs, states, longs(sequences, 16), longs(sequences))
+
     case = f"{sequences} x {count} rows of {key_dim}"
     yield Call(f"stage {case}", stage)
     yield Call(f"recurrent commit {case}", commit)
     yield Call(f"recurrent convolve {case}", convolve_rows)
+    yield Call(f"around the recurrence {case}", around)

@@ -12,48 +12,35 @@ nor trees.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.nn import functional
 from transformers.activations import ACT2FN
 
 from ddtree.attention.plan import StepPlan
 from ddtree.device.plan import DevicePlan
-from ddtree.recurrent.gated_delta import unit
-from ddtree.recurrent.step import LayerRows
-
-
-@dataclass(frozen=True)
-class Projected:
-    """What a layer's projections make of its rows."""
-
-    mixed: torch.Tensor  # [n, channels] queries, keys and values before the convolution
-    gates: torch.Tensor  # [n, Hv, dv]
-    betas: torch.Tensor  # [n, Hv] before the sigmoid
-    steps: torch.Tensor  # [n, Hv] before the softplus
+from ddtree.recurrent.layer import LayerInputs, LayerWeights, rows_of
 
 
 class _Project(Protocol):
-    def __call__(self, module: Any, rows: torch.Tensor) -> Projected: ...
+    def __call__(self, module: Any, rows: torch.Tensor) -> LayerInputs: ...
 
 
-def _project_apart(module: Any, rows: torch.Tensor) -> Projected:
+def _project_apart(module: Any, rows: torch.Tensor) -> LayerInputs:
     """Qwen3.5: four projections."""
     gates = module.in_proj_z(rows).unflatten(-1, (-1, module.head_v_dim))
-    return Projected(module.in_proj_qkv(rows), gates, module.in_proj_b(rows), module.in_proj_a(rows))
+    return LayerInputs(module.in_proj_qkv(rows), gates, module.in_proj_b(rows), module.in_proj_a(rows))
 
 
-def _project_by_head(module: Any, rows: torch.Tensor) -> Projected:
+def _project_by_head(module: Any, rows: torch.Tensor) -> LayerInputs:
     """Qwen3-Next: two projections whose columns stand by key head; the module knows how to order them."""
     parts = module.fix_query_key_value_ordering(
         module.in_proj_qkvz(rows[None]), module.in_proj_ba(rows[None])
     )
     queries, keys, values, gates, betas, steps = (part[0] for part in parts)
     mixed = torch.cat((queries.flatten(1), keys.flatten(1), values.flatten(1)), dim=-1)
-    return Projected(mixed, gates, betas, steps)
+    return LayerInputs(mixed, gates, betas, steps)
 
 
 _PROJECTIONS: dict[str, _Project] = {
@@ -62,6 +49,7 @@ _PROJECTIONS: dict[str, _Project] = {
     "Qwen3_5MoeGatedDeltaNet": _project_apart,
 }
 KNOWN_CLASSES = tuple(_PROJECTIONS)
+_NORMS = ("Qwen3NextRMSNormGated", "Qwen3_5RMSNormGated", "Qwen3_5MoeRMSNormGated")
 
 
 class TreeForward:
@@ -71,6 +59,7 @@ class TreeForward:
         self._module = module
         self._project = project
         self._activate = ACT2FN[module.activation]
+        self._weights = _weights_of(module)  # None: something in the layer is not what the kernels do
 
     def __call__(
         self,
@@ -83,27 +72,27 @@ class TreeForward:
         module, step = self._module, ddtree_plan.recurrent
         assert step is not None, "a plan for this target needs the states of its sessions"
         projected = self._project(module, hidden_states[0])
+        if self._weights is not None and step.pool.kernels is not None and not step.keeps:
+            mixed = step.run_fused(module.layer_idx, projected, self._weights)
+            fused: torch.Tensor = module.out_proj(mixed.view(1, len(mixed), -1))
+            return fused
         convolved = step.convolve(module.layer_idx, projected.mixed, module.conv1d.weight[:, 0])
         active = self._activate(convolved.to(hidden_states.dtype))
-        mixed = step.mix(module.layer_idx, self._rows(active, projected))
-        rows = mixed.flatten(0, 1).to(hidden_states.dtype)
-        normed = module.norm(rows, projected.gates.reshape(-1, module.head_v_dim))
+        rows = rows_of(active, projected, module.A_log, module.dt_bias, step.pool.shape)
+        mixed = step.mix(module.layer_idx, rows)
+        mixed = mixed.flatten(0, 1).to(hidden_states.dtype)
+        normed = module.norm(mixed, projected.gates.reshape(-1, module.head_v_dim))
         output: torch.Tensor = module.out_proj(normed.view(1, len(active), -1))
         return output
 
-    def _rows(self, active: torch.Tensor, projected: Projected) -> LayerRows:
-        module = self._module
-        queries, keys, values = active.split((module.key_dim, module.key_dim, module.value_dim), dim=-1)
-        per_head = (-1, module.head_k_dim)
-        # As transformers does: float32 before the exponential, or half precision makes it infinite.
-        rate = functional.softplus(projected.steps.float() + module.dt_bias)
-        return LayerRows(
-            queries=unit(queries.unflatten(-1, per_head)) * module.head_k_dim**-0.5,
-            keys=unit(keys.unflatten(-1, per_head)),
-            values=values.unflatten(-1, (-1, module.head_v_dim)),
-            log_decays=-module.A_log.float().exp() * rate,
-            betas=projected.betas.sigmoid(),
-        )
+
+def _weights_of(module: Any) -> LayerWeights | None:
+    """What the kernels read, where activation and norm are those that they compute."""
+    norm, weight = module.norm, module.conv1d.weight
+    is_known = type(norm).__name__ in _NORMS and norm.activation == module.activation == "silu"
+    if not is_known or module.conv1d.bias is not None or norm.weight.dtype != weight.dtype:
+        return None
+    return LayerWeights(weight[:, 0], module.A_log, module.dt_bias, norm.weight, norm.variance_epsilon)
 
 
 def install(model: nn.Module) -> None:

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ddtree.recurrent.gated_delta import unit
+from ddtree.recurrent.layer import LayerInputs, LayerWeights, run_plainly
 from ddtree.recurrent.state_pool import PoolSize, StatePool, StateShape
-from ddtree.recurrent.step import LayerRows, RecurrentStep, Span
+from ddtree.recurrent.step import RecurrentStep, Span
 
 if TYPE_CHECKING:
     from ddtree.recurrent.kernels import TreeKernels
@@ -55,7 +55,8 @@ def _difference(device: torch.device, kernels: TreeKernels) -> float:
     """Run one tree and one commit both ways; gives the largest difference of outputs and states."""
     results = []
     for chosen in (None, kernels):
-        shape = StateShape((0,), key_heads=1, value_heads=2, key_dim=32, value_dim=32, kernel=4)
+        shape = StateShape((0,), key_heads=1, value_heads=2, key_dim=32, value_dim=32, kernel=4,
+                           dtype=torch.float32)  # fmt: skip
         pool = StatePool(shape, PoolSize(2, _ROWS), device, chosen)
         generator = torch.Generator().manual_seed(0)
 
@@ -72,13 +73,14 @@ def _difference(device: torch.device, kernels: TreeKernels) -> float:
         step = RecurrentStep.build(pool, [Span(0, _ROWS, 1, depths, sees)], keeps=False)
         found = []
         for layer in shape.layers:
-            inputs, weight = normal(_ROWS, shape.channels), normal(shape.channels, 4)
-            found.append(step.convolve(layer, inputs.to(shape.dtype), weight))
-            rows = LayerRows(
-                unit(normal(_ROWS, 1, 32)), unit(normal(_ROWS, 1, 32)), normal(_ROWS, 2, 32),
-                -normal(_ROWS, 2).abs(), normal(_ROWS, 2).sigmoid(),
+            weights = LayerWeights(
+                normal(shape.channels, 4), normal(2), normal(2), 0.1 * normal(32), eps=1e-6
             )  # fmt: skip
-            found.append(step.mix(layer, rows))
+            inputs = LayerInputs(
+                normal(_ROWS, shape.channels), normal(_ROWS, 2, 32), normal(_ROWS, 2), normal(_ROWS, 2)
+            )  # fmt: skip
+            found.append(run_plainly(step, layer, inputs, weights))
+            found.append(found[-1] if chosen is None else step.run_fused(layer, inputs, weights))
         path = torch.tensor([[0, *range(1, _ROWS, 2)]], device=device)
         step.commit(path, path.new_tensor([path.shape[1]]))
         results.append(torch.cat([part.flatten() for part in (*found, pool.matrices, pool.tails.float())]))

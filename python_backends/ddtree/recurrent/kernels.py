@@ -21,6 +21,8 @@ import torch
 import triton
 import triton.language as tl
 
+from ddtree.device.kernels.gated_delta import LayerKernels
+
 _LEAST_DOT = 16  # smallest side of Triton's matrix product
 
 
@@ -65,9 +67,17 @@ def _solved(system, update, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _clear(outputs, start, node, count, room, column, heads, head, value_dim):
+    """Write zeros to the padding behind a sequence's own rows: nobody reads them, but all must be finite."""
+    is_padding = ((node >= count) & (node < room))[:, None] & (column < value_dim)[None, :]
+    at = (((start + node) * heads + head) * value_dim)[:, None] + column[None, :]
+    tl.store(outputs + at, 0.0, mask=is_padding)
+
+
+@triton.jit
 def _stage_kernel(
     queries, keys, values, betas, decays, sees, matrices, states, starts, counts, updates, outputs,
-    heads, groups, key_dim, value_dim, widest,
+    heads, groups, key_dim, value_dim, widest, room,
     KEY: tl.constexpr, VALUE: tl.constexpr, BLOCK: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
     sequence, head, slice_ = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -124,6 +134,8 @@ def _stage_kernel(
         tl.store(updates + at_value, update, mask=value_mask)
         tl.store(outputs + at_value, output, mask=value_mask)
         tl.debug_barrier()  # the next block reads these updates, through other threads
+    for first in range(count // BLOCK * BLOCK, room, BLOCK):
+        _clear(outputs, start, first + lane, count, room, column, heads, head, value_dim)
 
 
 @triton.jit
@@ -180,7 +192,7 @@ def _convolve_kernel(
 
 
 @dataclass(frozen=True)
-class TreeKernels:
+class TreeKernels(LayerKernels):
     """Launches the kernels. Tensors are contiguous and on one device; shapes are those of `step`."""
 
     block: int = 16  # rows whose system is solved at a time
@@ -201,15 +213,19 @@ class TreeKernels:
         starts: torch.Tensor,  # [S] int64
         counts: torch.Tensor,  # [S] int64
         updates: torch.Tensor,  # [n or more, Hv, dv] float32, written
+        room: int = 0,  # rows that every sequence has, padding included; 0: they have no padding
     ) -> torch.Tensor:
-        """Work out all nodes of all trees, `[n, Hv, dv]` float32, and write their updates."""
+        """Work out all nodes of all trees, `[n, Hv, dv]` float32, and write their updates.
+
+        Padding gets zeros.
+        """
         heads, value_dim = values.shape[1:]
         outputs = torch.empty(values.shape, dtype=torch.float32, device=values.device)
         grid = (len(states), heads, triton.cdiv(value_dim, self.value_slice))
         _stage_kernel[grid](
             queries, keys, values, betas, decays, sees.view(torch.uint8), matrices, states, starts, counts,
             updates, outputs, heads, heads // keys.shape[1], keys.shape[2], value_dim, sees.shape[1],
-            KEY=_width(keys.shape[2]), VALUE=self.value_slice, BLOCK=self.block,
+            room, KEY=_width(keys.shape[2]), VALUE=self.value_slice, BLOCK=self.block,
             PART=min(self.key_part, _width(keys.shape[2])), num_stages=1,
         )  # fmt: skip
         return outputs

@@ -21,6 +21,7 @@ import torch
 
 from ddtree.device.rows import DeviceRows
 from ddtree.recurrent.gated_delta import Rows, Stop, commit_path, path_decays, read_chain, stage_tree
+from ddtree.recurrent.layer import LayerInputs, LayerRows, LayerWeights
 from ddtree.recurrent.state_pool import StatePool
 from ddtree.recurrent.windows import next_tails, windows_of
 from ddtree.tree_mask import expand
@@ -44,17 +45,6 @@ class Span:
     depths: torch.Tensor  # [count] int64, depth of each row after the committed prefix
     sees: torch.Tensor | None  # [count, count] bool; None: each row sees those before it
     mark: Mark | None = None  # only where the rows are kept
-
-
-@dataclass(frozen=True)
-class LayerRows:
-    """A layer's rows as its projections and its convolution give them, `n` of all sequences."""
-
-    queries: torch.Tensor  # [n, Hk, dk] float32, normalised and scaled
-    keys: torch.Tensor  # [n, Hk, dk] float32, normalised
-    values: torch.Tensor  # [n, Hv, dv]
-    log_decays: torch.Tensor  # [n, Hv] float32
-    betas: torch.Tensor  # [n, Hv]
 
 
 @dataclass(frozen=True)
@@ -197,8 +187,31 @@ class RecurrentStep:
         return kernels.stage(
             rows.queries.contiguous(), stash.keys, rows.values.contiguous(), rows.betas.contiguous(),
             stash.decays, sees, self.pool.matrices[place], self.states, self.starts, self.counts,
-            stash.updates,
+            stash.updates, self._room,
         )  # fmt: skip
+
+    def run_fused(self, layer: int, inputs: LayerInputs, weights: LayerWeights) -> torch.Tensor:
+        """Convolve, run the recurrence and gate, in few launches; gives `[n, Hv, dv]` in the gates' dtype.
+
+        For steps that are staged, where there are kernels.
+        """
+        place, kernels, shape = self.pool.place(layer), self.pool.kernels, self.pool.shape
+        assert kernels is not None, "there are no kernels here"
+        assert self.sees is not None, "what is kept is read without kernels"
+        stash, tails = self.pool.stash.layer(place), self.pool.tails[place]
+        queries, values = kernels.heads(
+            inputs.mixed, tails, weights.convolution, self.windows, self.states, stash.keys, stash.inputs,
+            (shape.value_heads, shape.value_dim),
+        )  # fmt: skip
+        shares = kernels.sum_decays(
+            inputs.steps, inputs.betas, weights.rates, weights.bias, self.sees, self.starts, self.counts,
+            stash.decays,
+        )  # fmt: skip
+        outputs = kernels.stage(
+            queries, stash.keys, values, shares, stash.decays, self.sees, self.pool.matrices[place],
+            self.states, self.starts, self.counts, stash.updates, self._room,
+        )  # fmt: skip
+        return kernels.gate(outputs, inputs.gates, weights.norm, weights.eps)
 
     def commit(
         self,
@@ -239,9 +252,12 @@ class RecurrentStep:
         assert kernels is not None
         stash = pool.stash
         kernels.commit(pool.matrices, stash.keys, stash.updates, stash.decays, self.states, rows, lengths)
-        for place in range(len(pool.shape.layers)):
-            tails = pool.tails[place, self.states]
-            pool.tails[place, self.states] = next_tails(tails, stash.inputs[place], rows, lengths)
+        kernels.move_tails(pool.tails, stash.inputs, self.states, rows, lengths)
+
+    @property
+    def _room(self) -> int:
+        """Rows of every sequence where they are padded; 0 where they stand without a gap."""
+        return self.widest if len(self.places) == len(self.states) * self.widest else 0
 
     def _chain_rows(self) -> torch.Tensor:
         """Rows `[S, N]` of chains; beyond their ends any."""

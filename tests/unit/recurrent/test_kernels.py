@@ -17,8 +17,9 @@ from ddtree.models.target import TargetModel
 from ddtree.recurrent.gated_delta import unit
 from ddtree.recurrent.kernel_choice import kernels_for, tried
 from ddtree.recurrent.kernels import TreeKernels
+from ddtree.recurrent.layer import LayerRows
 from ddtree.recurrent.state_pool import PoolSize, StatePool, StateShape
-from ddtree.recurrent.step import LayerRows, RecurrentStep, Span
+from ddtree.recurrent.step import RecurrentStep, Span
 from tests.fakes.hybrid_families import make_hybrid
 from tests.fakes.hybrid_runner import HybridRunner, Tree
 from tests.fakes.random_trees import depths_of, path_to, random_parents, sees_of
@@ -164,6 +165,9 @@ class _NoLaunch(TreeKernels):
 
     def convolve(self, inputs: torch.Tensor, *_: Any) -> torch.Tensor:
         return inputs.float()
+
+    def move_tails(self, *arguments: Any) -> None:
+        assert len(arguments) == 5
 
 
 @pytest.mark.parametrize("kernels", [None, _NoLaunch()])

@@ -1,0 +1,220 @@
+"""What stands around the tree form in a Gated DeltaNet layer, as kernels in the Triton language.
+
+Before it: convolution, activation and norm of every head at once; decays summed along paths, and shares.
+After it: the gated norm. One operation at a time these are forty launches a layer, which take longer than the
+tree form itself. They round where the model's own forward rounds. Behind a commit: the tails of all layers.
+
+Like the tree form's kernels they look at nothing on the host, and are not imported unless they are used. This
+module knows tensors.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+_LEAST_DOT = 16  # smallest side of Triton's matrix product
+_TAIL_CHANNELS = 256  # of a program
+_NORM_EPS = 1e-6  # of `gated_delta.unit`
+
+
+@triton.jit
+def _heads_kernel(
+    inputs, tails, weight, windows, states, queries, keys, values, kept,
+    num_tails, channels, key_heads, key_dim, value_heads, value_dim, scale, eps,
+    KERNEL: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    is_query, is_value = head < key_heads, head >= 2 * key_heads
+    is_key = (head >= key_heads) & (head < 2 * key_heads)
+    size = tl.where(is_value, value_dim, key_dim)
+    value_first = 2 * key_heads * key_dim + (head - 2 * key_heads) * value_dim
+    lane = tl.arange(0, WIDTH)
+    inside = lane < size
+    channel = tl.where(is_value, value_first, head * key_dim) + lane
+    total = tl.zeros((WIDTH,), dtype=tl.float32)
+    for position in tl.static_range(KERNEL):
+        source = tl.load(windows + row * KERNEL + position)
+        in_tail = source < num_tails
+        state = tl.load(states + source // (KERNEL - 1), mask=in_tail, other=0)
+        from_tail = (state * (KERNEL - 1) + source % (KERNEL - 1)) * channels + channel
+        from_rows = (source - num_tails) * channels + channel
+        in_rows = source >= num_tails
+        value = tl.load(tails + from_tail, mask=inside & in_tail, other=0.0).to(tl.float32)
+        value += tl.load(inputs + from_rows, mask=inside & in_rows, other=0.0).to(tl.float32)
+        factor = tl.load(weight + channel * KERNEL + position, mask=inside, other=0.0)
+        total += value * factor.to(tl.float32)
+    own = tl.load(inputs + row * channels + channel, mask=inside, other=0.0)
+    tl.store(kept + row * channels + channel, own, mask=inside)
+    convolved = total.to(inputs.dtype.element_ty).to(tl.float32)
+    active = (convolved * tl.sigmoid(convolved)).to(inputs.dtype.element_ty)
+    tl.store(
+        values + (row * value_heads + head - 2 * key_heads) * value_dim + lane, active, mask=inside & is_value
+    )
+    active = active.to(tl.float32)
+    unit = active * tl.rsqrt(tl.sum(active * active, axis=0) + eps)
+    tl.store(queries + (row * key_heads + head) * key_dim + lane, unit * scale, mask=inside & is_query)
+    tl.store(keys + (row * key_heads + head - key_heads) * key_dim + lane, unit, mask=inside & is_key)
+
+
+@triton.jit
+def _decays_kernel(
+    steps, betas, rates, bias, sees, starts, counts, decays, shares, heads, widest,
+    HEADS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    sequence, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    start, count = tl.load(starts + sequence), tl.load(counts + sequence)
+    lane, head = tl.arange(0, BLOCK), tl.arange(0, HEADS)
+    is_head, row = head < heads, block * BLOCK + lane
+    is_row = row < count
+    rate = tl.exp(tl.load(rates + head, mask=is_head, other=0.0).to(tl.float32))
+    shift = tl.load(bias + head, mask=is_head, other=0.0).to(tl.float32)
+    total = tl.zeros((BLOCK, HEADS), tl.float32)
+    # Ancestors precede, so blocks behind the own one have none.
+    for first in range(0, tl.minimum(count, (block + 1) * BLOCK), BLOCK):
+        other = first + lane
+        mask = (other < count)[:, None] & is_head[None, :]
+        step = tl.load(steps + (start + other)[:, None] * heads + head[None, :], mask=mask, other=0.0)
+        step = step.to(tl.float32) + shift[None, :]
+        # log(1 + e^x), exact for small e^x too
+        grown = tl.exp(tl.minimum(step, 20.0))
+        more = 1.0 + grown
+        soft = tl.where(more == 1.0, grown, tl.log(more) * (grown / tl.where(more == 1.0, 1.0, more - 1.0)))
+        soft = tl.where(step > 20.0, step, soft)
+        log_decay = tl.where(mask, -rate[None, :] * soft, 0.0)
+        both = is_row[:, None] & (other < count)[None, :]
+        at_pair = (sequence * widest + row)[:, None] * widest + other[None, :]
+        is_seen = tl.load(sees + at_pair, mask=both, other=0)
+        total = tl.dot((is_seen != 0).to(tl.float32), log_decay, total, input_precision="tf32x3")
+    at = (start + row)[:, None] * heads + head[None, :]
+    own = is_row[:, None] & is_head[None, :]
+    tl.store(decays + at, total, mask=own)
+    beta = tl.load(betas + at, mask=own, other=0.0).to(tl.float32)
+    tl.store(shares + at, tl.sigmoid(beta).to(shares.dtype.element_ty), mask=own)
+
+
+@triton.jit
+def _gate_kernel(outputs, gates, weight, gated, value_dim, eps, WIDTH: tl.constexpr):
+    row, lane = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
+    inside, at = lane < value_dim, row * value_dim + lane
+    kind = gated.dtype.element_ty
+    output = tl.load(outputs + at, mask=inside, other=0.0).to(kind).to(tl.float32)
+    mean = tl.sum(output * output, axis=0) / value_dim
+    normed = (output * tl.rsqrt(mean + eps)).to(kind).to(tl.float32)
+    factor = tl.load(weight + lane, mask=inside, other=0.0).to(tl.float32)
+    gate = tl.load(gates + at, mask=inside, other=0.0).to(tl.float32)
+    scaled = (factor * normed).to(kind).to(tl.float32)
+    tl.store(gated + at, scaled * (gate * tl.sigmoid(gate)), mask=inside)
+
+
+@triton.jit
+def _tails_kernel(
+    tails, inputs, states, rows, lengths, sequences, num_states, num_rows, channels, longest,
+    SIZE: tl.constexpr, PLACES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    place, slice_ = tl.program_id(0), tl.program_id(1)
+    layer, sequence = (place // sequences).to(tl.int64), place % sequences
+    length = tl.load(lengths + sequence)
+    position, channel = tl.arange(0, PLACES), slice_ * BLOCK + tl.arange(0, BLOCK)
+    source = length + position  # in (tail, path)
+    moves = (position < SIZE) & (length > 0)
+    in_tail = source < SIZE
+    is_channel = (channel < channels)[None, :]
+    own = tails + (layer * num_states + tl.load(states + sequence)) * SIZE * channels
+    from_tail = source[:, None] * channels + channel[None, :]
+    row = tl.load(rows + sequence * longest + source - SIZE, mask=moves & (source >= SIZE), other=0)
+    from_rows = (layer * num_rows + row)[:, None] * channels + channel[None, :]
+    old = tl.load(own + from_tail, mask=(moves & in_tail)[:, None] & is_channel, other=0.0)
+    new = tl.load(inputs + from_rows, mask=(moves & (source >= SIZE))[:, None] & is_channel, other=0.0)
+    # What one thread overwrites another has to read first.
+    tl.debug_barrier()
+    at = position[:, None] * channels + channel[None, :]
+    tl.store(own + at, tl.where(in_tail[:, None], old, new), mask=moves[:, None] & is_channel)
+
+
+class LayerKernels:
+    """Launches them. Tensors are on one device; shapes are those of `step`."""
+
+    def heads(
+        self,
+        inputs: torch.Tensor,  # [n, channels]
+        tails: torch.Tensor,  # [states, kernel - 1, channels], of one layer
+        weight: torch.Tensor,  # [channels, kernel]
+        windows: torch.Tensor,  # [n, kernel] int64
+        states: torch.Tensor,  # [S] int64
+        keys: torch.Tensor,  # [n or more, Hk, dk] float32, written: normalised
+        kept: torch.Tensor,  # [n or more, channels], written: the inputs
+        value_shape: tuple[int, int],  # Hv, dv
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Convolve with ancestors, activate (SiLU) and normalise.
+
+        Returns:
+            Queries `[n, Hk, dk]` float32, normalised and scaled; values `[n, Hv, dv]` in the inputs' dtype.
+        """
+        count, channels = inputs.shape
+        key_heads, key_dim = keys.shape[1:]
+        value_heads, value_dim = value_shape
+        kernel = weight.shape[1]
+        queries = torch.empty((count, key_heads, key_dim), dtype=torch.float32, device=inputs.device)
+        values = torch.empty((count, value_heads, value_dim), dtype=inputs.dtype, device=inputs.device)
+        _heads_kernel[(count, 2 * key_heads + value_heads)](
+            inputs.contiguous(), tails, weight.contiguous(), windows, states, queries, keys, values, kept,
+            len(states) * (kernel - 1), channels, key_heads, key_dim, value_heads, value_dim,
+            key_dim**-0.5, _NORM_EPS,
+            KERNEL=kernel, WIDTH=triton.next_power_of_2(max(key_dim, value_dim)), num_warps=1,
+        )  # fmt: skip
+        return queries, values
+
+    def sum_decays(
+        self,
+        steps: torch.Tensor,  # [n, Hv] before the softplus
+        betas: torch.Tensor,  # [n, Hv] before the sigmoid
+        rates: torch.Tensor,  # [Hv] logarithms of the decays' rates
+        bias: torch.Tensor,  # [Hv] of the steps
+        sees: torch.Tensor,  # [S, N, N] bool
+        starts: torch.Tensor,  # [S] int64
+        counts: torch.Tensor,  # [S] int64
+        decays: torch.Tensor,  # [n or more, Hv] float32, written: summed along each row's path
+    ) -> torch.Tensor:
+        """Sum the log decays along paths; gives the shares `[n, Hv]` that updates are written with."""
+        value_heads, widest = steps.shape[1], sees.shape[1]
+        shares = torch.empty(betas.shape, dtype=betas.dtype, device=betas.device)
+        _decays_kernel[(len(sees), triton.cdiv(widest, _LEAST_DOT))](
+            steps.contiguous(), betas.contiguous(), rates, bias, sees.view(torch.uint8), starts, counts,
+            decays, shares, value_heads, widest,
+            HEADS=max(_LEAST_DOT, triton.next_power_of_2(value_heads)), BLOCK=_LEAST_DOT,
+        )  # fmt: skip
+        return shares
+
+    def gate(
+        self,
+        outputs: torch.Tensor,  # [n, Hv, dv] float32
+        gates: torch.Tensor,  # [n, Hv, dv]
+        weight: torch.Tensor,  # [dv] of the norm
+        eps: float,
+    ) -> torch.Tensor:
+        """Normalise every head and gate it (SiLU); gives `[n, Hv, dv]` in the gates' dtype."""
+        count, value_heads, value_dim = outputs.shape
+        gated = torch.empty(outputs.shape, dtype=gates.dtype, device=gates.device)
+        _gate_kernel[(count * value_heads,)](
+            outputs, gates.contiguous(), weight, gated, value_dim, eps,
+            WIDTH=triton.next_power_of_2(value_dim), num_warps=1,
+        )  # fmt: skip
+        return gated
+
+    def move_tails(
+        self,
+        tails: torch.Tensor,  # [L, states, kernel - 1, channels], changed
+        inputs: torch.Tensor,  # [L, rows, channels]
+        states: torch.Tensor,  # [S] int64
+        rows: torch.Tensor,  # [S, J] int64
+        lengths: torch.Tensor,  # [S] int64; 0 leaves a tail as it is
+    ) -> None:
+        """Make the last inputs of (tail, path) the tails, in all layers."""
+        layers, num_states, size, channels = tails.shape
+        _tails_kernel[(layers * len(states), triton.cdiv(channels, _TAIL_CHANNELS))](
+            tails, inputs, states, rows.contiguous(), lengths, len(states), num_states, inputs.shape[1],
+            channels, rows.shape[1],
+            SIZE=size, PLACES=triton.next_power_of_2(size), BLOCK=_TAIL_CHANNELS,
+        )  # fmt: skip
