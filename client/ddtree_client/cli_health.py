@@ -76,6 +76,8 @@ def _holds(description: Mapping[str, Any]) -> str:
     if isinstance(usage, Mapping):
         parts.append(f"{usage.get('sessions')} sessions")
         parts.append(f"{usage.get('pages_used')} of {usage.get('pages_total')} KV pages used")
+        if usage.get("states_total"):
+            parts.append(f"{usage.get('states_used')} of {usage['states_total']} recurrent states used")
     for key, value in description.items():
         if isinstance(value, str | int | float) and value != "":
             parts.append(f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}")

@@ -102,6 +102,11 @@ class KvPool:
         return self.table.num_cached
 
     @property
+    def num_snapshots(self) -> int:
+        """Recurrent states kept for sequences that begin alike; attention alone needs none."""
+        return 0
+
+    @property
     def total_slots(self) -> int:
         """Slots of the whole pool."""
         return self.num_pages * self.page_size

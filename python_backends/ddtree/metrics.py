@@ -229,6 +229,11 @@ class Metrics:
         self.max_sequences = gauge("max_sequences", "Most sequences that run at a time")
         self.kv_pages_used = gauge("kv_pages_used", "KV pages held by sessions", stage)
         self.kv_pages_capacity = gauge("kv_pages_capacity", "KV pages there are", stage)
+        self.states_used = gauge("recurrent_states_used", "Recurrent states held by sessions", stage)
+        self.states_capacity = gauge("recurrent_states_capacity", "Recurrent states there are", stage)
+        self.snapshots = gauge(
+            "recurrent_snapshots", "Recurrent states kept for sequences that begin alike", stage
+        )
         self.sessions = gauge("sessions", "Sessions that a stage holds", stage)
         self.stage_up = gauge("stage_up", "Whether a stage answered its last call", stage)
         self.build_info = Family(

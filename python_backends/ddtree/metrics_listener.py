@@ -122,6 +122,10 @@ class MetricsListener:
         self._metrics.kv_pages_used(stage).set(usage.pages_used)
         self._metrics.kv_pages_capacity(stage).set(usage.pages_total)
         self._metrics.sessions(stage).set(usage.sessions)
+        if usage.states_total:
+            self._metrics.states_used(stage).set(usage.states_used)
+            self._metrics.states_capacity(stage).set(usage.states_total)
+            self._metrics.snapshots(stage).set(usage.snapshots)
 
     def _arrived(self, event: RequestArrived) -> None:
         if not self._in_hand:

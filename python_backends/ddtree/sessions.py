@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ddtree.kv_cache import KvPool, Pages
 from ddtree.prefix_cache import KeyChain, PageKeys, Prefix
@@ -184,7 +184,16 @@ class SessionTable:
         """What is held now; sessions past their time are dropped first."""
         self.expire()
         pool = self._pool
-        return Usage(len(self._sessions), pool.pages_used, pool.num_pages, pool.pages_cached)
+        usage = Usage(len(self._sessions), pool.pages_used, pool.num_pages, pool.pages_cached)
+        if (states := pool.states) is None:
+            return usage
+        snapshots = pool.num_snapshots
+        return replace(
+            usage,
+            states_used=len(states) - snapshots,
+            states_total=states.size.states,
+            snapshots=snapshots,
+        )
 
     def check_integrity(self) -> None:
         """Assert that the pages held are those of the live sessions, and none is shared that is written."""

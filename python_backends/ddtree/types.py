@@ -229,6 +229,9 @@ class Usage:
     pages_used: int  # by sessions; one that several share counts once
     pages_total: int
     pages_cached: int = 0  # full pages that no session holds, kept until somebody needs pages
+    states_used: int = 0  # recurrent states, by sessions; where the target has recurrent layers
+    states_total: int = 0
+    snapshots: int = 0  # states that no session holds, kept for sequences that begin alike
 
 
 @dataclass(frozen=True)

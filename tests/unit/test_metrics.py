@@ -15,6 +15,8 @@ from ddtree.events import (
     StageCalled,
 )
 from ddtree.metrics import Counter, Gauge, Histogram, Metrics, Tally
+from ddtree.metrics_listener import MetricsListener
+from ddtree.types import Usage
 from tests.fakes.counted import Counted
 
 # --- keeping and handing over
@@ -96,6 +98,18 @@ def test_events_that_only_count() -> None:
     assert (read["stage_errors.drafter"], read["stage_up.drafter"]) == (1, 0)
     assert read["stage_seconds.hop.sum"] == pytest.approx(0.05)
     assert read["stage_seconds.draft.sum"] == pytest.approx(0.25)
+
+
+def test_states_are_told_only_where_there_are_any() -> None:
+    metrics = Metrics()
+    listener = MetricsListener(metrics)
+    families = (metrics.states_used, metrics.states_capacity, metrics.snapshots)
+    listener.note_usage("drafter", Usage(1, 2, 9))
+    assert not any(family.items() for family in families)
+    listener.note_usage("target_verifier", Usage(1, 2, 9, states_used=3, states_total=20, snapshots=5))
+    assert [[(labels, one.take()) for labels, one in family.items()] for family in families] == [
+        [({"stage": "target_verifier"}, value)] for value in (3, 20, 5)
+    ]
 
 
 def round_done(*, nodes: int, emitted: int) -> RoundDone:

@@ -160,6 +160,12 @@ def test_health_shows_models_and_what_stages_hold() -> None:
     assert "drafter: error no [op] input" in text
 
 
+def test_health_shows_recurrent_states_where_there_are_any() -> None:
+    usage = {"sessions": 1, "pages_used": 2, "pages_total": 9, "states_used": 1, "states_total": 20}
+    text = shown(health(stages={"target_verifier": {"usage": usage}}))
+    assert "2 of 9 KV pages used · 1 of 20 recurrent states used\n" in text
+
+
 def test_health_shows_why_a_model_is_not_ready() -> None:
     state = health(ready=False, reason="[x] checkpoint missing")
     assert "UNAVAILABLE ([x] checkpoint missing)" in shown(state)

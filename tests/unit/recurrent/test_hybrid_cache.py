@@ -190,6 +190,18 @@ def test_neither_is_held_when_the_other_lacks() -> None:
     assert cache.pool.pages_used == used // 2
 
 
+def test_usage_tells_states_of_sessions_and_snapshots_apart() -> None:
+    cache, text = Cache(states=5), tuple(range(20))
+    first = opened(cache, 1, text)
+    cache.commit(first, text[:8])
+    opened(cache, 2, (*text[:8], 99))
+    usage = cache.table.usage()
+    assert (usage.states_used, usage.states_total, usage.snapshots) == (2, 5, 1)
+    cache.table.release([1, 2])
+    usage = cache.table.usage()
+    assert (usage.states_used, usage.states_total, usage.snapshots) == (0, 5, 1)
+
+
 def test_sessions_in_any_order_keep_their_states() -> None:
     """Texts of two letters begin alike often; few states, so that snapshots come and go."""
     source, hits, refused = random.Random(1), 0, 0
