@@ -52,6 +52,10 @@ class RoundChoice:
     typical: Forecast = field(default_factory=Forecast)  # of a sequence that has not drafted yet
     host_ms: float = 0.0  # of a round, beside what the device takes
     plain_rounds: int = 0  # since the last one with drafts
+    device_ms: dict[tuple[int, int], float] = field(init=False)  # as `sizes.ms`, by what rounds take since
+
+    def __post_init__(self) -> None:
+        self.device_ms = dict(self.sizes.ms)
 
     def nodes(self, open_sessions: Sequence[int], fixed: int, sequences: int, most_nodes: int) -> int:
         """Nodes for every sequence that leaves its budget open; the round must hold `fixed` anyway."""
@@ -60,7 +64,7 @@ class RoundChoice:
             size = self.sizes.nodes_for(sequences, max(nodes, fixed))
             if size is None or (nodes > most_nodes and nodes > 0):
                 break
-            ms = self.sizes.ms[(self._places(sequences), size)] + self.host_ms
+            ms = self.device_ms[(self._places(sequences), size)] + self.host_ms
             rate = (sequences + sum(self._expected(session, nodes) for session in open_sessions)) / ms
             if rate > best_rate:
                 best, best_rate = nodes, rate
@@ -86,12 +90,12 @@ class RoundChoice:
     def observe(self, sequences: int, nodes: int, device_ms: float, wall_ms: float) -> None:
         """Note what a round took on the device, and in all."""
         key = (self._places(sequences), nodes)
-        self.sizes.ms[key] += _COST_WEIGHT * (device_ms - self.sizes.ms[key])
+        self.device_ms[key] += _COST_WEIGHT * (device_ms - self.device_ms[key])
         self.host_ms += _COST_WEIGHT * (max(0.0, wall_ms - device_ms) - self.host_ms)
 
     def plain_ms(self, sequences: int) -> float:
         """What a round without drafts takes."""
-        return self.sizes.ms[(self._places(sequences), 0)] + self.host_ms
+        return self.device_ms[(self._places(sequences), 0)] + self.host_ms
 
     def forget(self, sessions: set[int]) -> None:
         """Keep what is known of these sessions only."""
@@ -125,7 +129,6 @@ class ResidentRound:
 
     result: RoundResult
     drafting: list[Live]
-    nodes: int  # of the prepared size
 
     def stage_ms(self, wall_ms: float) -> dict[str, float]:
         """Milliseconds by stage; what the host took beside the device counts as verifying."""
@@ -180,7 +183,7 @@ class ResidentRounds:
         self.choice.observe(len(batch), nodes, sum(result.stage_ms.values()), wall_ms)
         self.choice.forget({live.sequence.session_id for live in batch})
         drafting = [live for live, budget in zip(batch, budgets, strict=True) if budget]
-        return ResidentRound(result, drafting, nodes)
+        return ResidentRound(result, drafting)
 
     def _budgets(self, batch: Sequence[Live], drafters: Sequence[bool]) -> tuple[list[int], int]:
         """Nodes for each sequence, and the prepared size that holds them."""

@@ -70,6 +70,7 @@ def test_costs_follow_what_rounds_take() -> None:
     assert chooser.nodes([1], 0, 1, OPEN) == 0
     assert chooser.host_ms == pytest.approx(1.0, abs=0.01)
     assert chooser.plain_ms(1) == pytest.approx(6.0, abs=0.01)
+    assert chooser.sizes.ms[1, 7] == 6.0, "what the stages measured stays theirs"
 
 
 def test_a_fixed_budget_of_another_sequence_makes_nodes_cheap() -> None:
