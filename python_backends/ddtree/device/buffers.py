@@ -6,7 +6,7 @@ This module knows sessions' pages and lengths; not what is computed with them.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -94,10 +94,7 @@ class StepBuffers:
             torch.zeros((places, nodes), dtype=torch.float32, device=device),
         )
         made = DeviceRows.empty(places, nodes + 1, 1, target.page_size, device)
-        self.rows = DeviceRows(
-            views["page_table"], views["lengths"], made.counts, made.depths, made.bits, made.slots,
-            target.page_size,
-        )  # fmt: skip
+        self.rows = replace(made, page_table=views["page_table"], lengths=views["lengths"])
         self.token_ids = torch.zeros((places, nodes + 1), dtype=torch.int64, device=device)
         # Whose pages stand where: a table is long, and most sequences stay in their places.
         self._held: dict[str, list[Pages | None]] = {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -77,7 +77,6 @@ class DraftSteps:
         return DeviceCandidates(best.ids[:count], best.log_probs[:count], edges)
 
     def _capture(self, draft: DeviceDraft, places: int, cache: CacheSize, maker: GraphMaker) -> _Step:
-        device = draft.device
         box = Mailbox(
             {
                 "roots": Section((places,), torch.int64),
@@ -85,13 +84,9 @@ class DraftSteps:
                 "counts": Section((places,)),
                 "page_table": Section((places, cache.pages)),
             },
-            device,
+            draft.device,
         )
-        made = DeviceRows.empty(places, self._block_size, 1, cache.page_size, device)
-        made.depths.copy_(torch.arange(self._block_size, device=device).expand(places, -1))
         views = box.device
-        rows = DeviceRows(
-            views["page_table"], views["lengths"], views["counts"], made.depths, made.bits, made.slots,
-            cache.page_size,
-        )  # fmt: skip
+        blocks = DeviceRows.blocks(views["page_table"], views["lengths"], self._block_size, cache.page_size)
+        rows = replace(blocks, counts=views["counts"])
         return _Step(places, box, maker.capture(lambda: draft.draft(views["roots"], rows, self.width)))

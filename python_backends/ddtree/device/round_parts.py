@@ -56,7 +56,10 @@ class RoundParts:
             },
             device,
         )
-        self._block = _block_rows(buffers, stages.block_size)
+        views = buffers.box.device
+        self._block = DeviceRows.blocks(
+            views["draft_table"], views["lengths"], stages.block_size, buffers.draft_page_size
+        )
         self._drafts = self._capture_draft(maker) if size.nodes else None
         self._output = stages.step(buffers)
         self._finish = maker.capture(self._finished)
@@ -120,15 +123,3 @@ class RoundParts:
         stages.draft.extend(features, counts.int(), self._block)
         out["counts"].copy_(buffers.trees.counts)
         out["log_probs"].copy_(buffers.trees.log_probs)
-
-
-def _block_rows(buffers: StepBuffers, block_size: int) -> DeviceRows:
-    """The drafter's rows: a block behind the context of each place that has a drafter."""
-    views, places = buffers.box.device, buffers.size.places
-    device = views["lengths"].device
-    made = DeviceRows.empty(places, block_size, 1, buffers.draft_page_size, device)
-    made.depths.copy_(torch.arange(block_size, device=device).expand(places, -1))
-    return DeviceRows(
-        views["draft_table"], views["lengths"], made.counts, made.depths, made.bits, made.slots,
-        buffers.draft_page_size,
-    )  # fmt: skip

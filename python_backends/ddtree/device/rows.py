@@ -15,7 +15,7 @@ module knows neither kernels nor sessions.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 
 import torch
@@ -57,6 +57,16 @@ class DeviceRows:
             slots=torch.full((places, rows), -1, dtype=torch.int64, device=device),
             page_size=page_size,
         )
+
+    @classmethod
+    def blocks(
+        cls, page_table: torch.Tensor, lengths: torch.Tensor, block_size: int, page_size: int
+    ) -> DeviceRows:
+        """A drafter's block behind the context of each place; `counts` begin with zeros."""
+        device = lengths.device
+        made = cls.empty(len(lengths), block_size, 1, page_size, device)
+        made.depths.copy_(torch.arange(block_size, device=device).expand(len(lengths), -1))
+        return replace(made, page_table=page_table, lengths=lengths)
 
     @property
     def places(self) -> int:
