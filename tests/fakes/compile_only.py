@@ -27,6 +27,7 @@ _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 _INSTRUCTIONS = {
     "wgmma": r"wgmma\.mma_async",
     "mma": r"\bmma\.sync",
+    "fma": r"fma\.rn\.(?:ftz\.)?f32",  # in a product: thousands, where tensor cores are not used
     "async_16": r"cp\.async\.cg\.shared\.global",  # 16 bytes a thread
     "async_less": r"cp\.async\.ca\.shared\.global",  # 4 or 8
     "tma": r"cp\.async\.bulk\.tensor",

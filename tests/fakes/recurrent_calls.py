@@ -23,8 +23,7 @@ def recurrent_calls(count: int, sequences: int, key_dim: int = 128) -> Iterator[
         sees = tensor(sequences, count, count, dtype=torch.bool)
         updates = tensor(total, heads, key_dim, dtype=floats)
         own = (states, longs(sequences), longs(sequences))
-        kernels.stage(keys, keys, values, tensor(total, heads), decays, sees, matrices[0], *own, updates,
-                      room=count)  # fmt: skip
+        kernels.stage(keys, keys, values, tensor(total, heads), decays, sees, matrices[0], *own, updates)
 
     def commit() -> None:
         keys = tensor(layers, total, key_heads, key_dim, dtype=floats)
@@ -38,22 +37,40 @@ def recurrent_calls(count: int, sequences: int, key_dim: int = 128) -> Iterator[
             tensor(total, channels), tensor(8, 3, channels), tensor(channels, 4), windows, states
         )
 
-    def around() -> None:
-        keys, kept = tensor(total, key_heads, key_dim, dtype=floats), tensor(total, channels)
-        weight, windows = tensor(channels, 4), longs(total, 4)
-        kernels.heads(kept, tensor(8, 3, channels), weight, windows, states, keys, kept, (heads, key_dim))
-        per_head, sees = tensor(total, heads), tensor(sequences, count, count, dtype=torch.bool)
-        decays = tensor(total, heads, dtype=floats)
-        numbers = (tensor(heads), tensor(heads))
-        kernels.sum_decays(per_head, per_head, *numbers, sees, longs(sequences), longs(sequences), decays)
-        kernels.gate(
-            tensor(total, heads, key_dim, dtype=floats), tensor(total, heads, key_dim), tensor(key_dim), 1e-6
-        )
-        tails, inputs = tensor(layers, 8, 3, channels), tensor(layers, total, channels)
-        kernels.move_tails(tails, inputs, states, longs(sequences, 16), longs(sequences))
-
     case = f"{sequences} x {count} rows of {key_dim}"
     yield Call(f"stage {case}", stage)
     yield Call(f"recurrent commit {case}", commit)
     yield Call(f"recurrent convolve {case}", convolve_rows)
-    yield Call(f"around the recurrence {case}", around)
+    yield from _layer_calls(kernels, count, sequences, key_dim)
+
+
+def _layer_calls(kernels: TreeKernels, count: int, sequences: int, key_dim: int) -> Iterator[Call]:
+    """What stands around the tree form."""
+    floats, key_heads, heads, layers = torch.float32, 16, 48, 3
+    total, channels = count * sequences, (2 * key_heads + heads) * key_dim
+    states, keys = longs(sequences), tensor(total, key_heads, key_dim, dtype=floats)
+    inputs, weight = tensor(total, channels), tensor(channels, 4)
+
+    def prepare() -> None:
+        shape = (heads, key_dim)
+        tails = tensor(8, 3, channels)
+        kernels.heads(inputs, tails, weight, longs(total, 4), states, keys, inputs, shape)
+
+    def sum_decays() -> None:
+        steps, rates, decays = tensor(total, heads), tensor(heads), tensor(total, heads, dtype=floats)
+        sees = tensor(sequences, count, count, dtype=torch.bool)
+        kernels.sum_decays(steps, steps, rates, rates, sees, longs(sequences), longs(sequences), decays)
+
+    def gate() -> None:
+        outputs = tensor(total, heads, key_dim, dtype=floats)
+        kernels.gate(outputs, tensor(*outputs.shape), tensor(key_dim), 1e-6)
+
+    def move_tails() -> None:
+        tails, staged = tensor(layers, 8, 3, channels), tensor(layers, total, channels)
+        kernels.move_tails(tails, staged, states, longs(sequences, 16), longs(sequences))
+
+    case = f"{sequences} x {count} rows of {key_dim}"
+    yield Call(f"recurrent heads {case}", prepare)
+    yield Call(f"recurrent decays {case}", sum_decays)
+    yield Call(f"recurrent gate {case}", gate)
+    yield Call(f"recurrent tails {case}", move_tails)
