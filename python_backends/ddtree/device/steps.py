@@ -24,7 +24,8 @@ from ddtree.staging import Staged
 from ddtree.types import TreeBatch
 from ddtree.verify_cost import COST_PREFIX
 
-# Draft nodes of a sequence that steps are prepared for: with the root, rows fill a matrix product's tiles.
+# Draft nodes of a sequence that steps are prepared for. With the root most fill a matrix product's tiles; 64
+# is what benchmarks ask for, and 256 what a request may, unless set otherwise.
 NODE_SIZES = (0, 7, 15, 31, 64, 127, 256)
 
 

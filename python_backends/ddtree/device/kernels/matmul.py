@@ -230,7 +230,8 @@ def multiply(
     """The product `rows @ weight^T + bias`, rounded, plus the residual: `[M, N]` in the rows' dtype."""
     (num_rows, size), num_outputs = rows.shape, weight.shape[0] // (2 if gated else 1)
     assert (weight.shape[1], weight.dtype) == (size, rows.dtype), "weight and rows fit each other"
-    assert rows.stride(1) == 1 and weight.is_contiguous(), "columns lie side by side"  # noqa: PT018
+    assert rows.stride(1) == 1, "columns of rows lie side by side"
+    assert weight.is_contiguous(), "and those of the weight, row after row"
     assert config.kind == "dot" or num_rows == 1, "without tensor cores there is one row"
     assert bias is None or bias.shape == weight.shape[:1], "one bias for each row of the weight"
     if residual is not None:
