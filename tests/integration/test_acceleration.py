@@ -80,6 +80,11 @@ def test_both_stages_get_steps_drafts_and_rounds(config: ServingConfig, stages: 
     assert info.usage.pages_used == stages.drafter.usage().pages_used == 0
 
 
+def test_a_gpu_is_left_as_it_is_where_graphs_are_off(config: ServingConfig) -> None:
+    """Nothing of the device is asked for: there is none here."""
+    assert assembly._acceleration(replace(config, cuda_graphs=False), torch.device("cuda")) is None
+
+
 def test_a_verifier_alone_verifies_through_its_steps(config: ServingConfig, stages: InProcessStages) -> None:
     """The same verdict as before, for trees that fit a size and for one that fits none."""
     before = [verdict(stages, nodes) for nodes in (5, 15, 20)]
