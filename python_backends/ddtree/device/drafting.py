@@ -31,6 +31,10 @@ from ddtree.models.dflash2 import BlockConvolution
 if TYPE_CHECKING:
     from ddtree.device.fused_layers import MakeLinear  # imports transformers
 
+# Per position, of captured passes: picking more takes longer. A whole round's trees are made of these; who
+# asks a drafter for more gets it launch by launch.
+MOST_CANDIDATES = 64
+
 _Product = Callable[[torch.Tensor], torch.Tensor]
 
 

@@ -18,7 +18,9 @@ from tqdm import tqdm
 from ddtree.config import ServingConfig
 from ddtree.device.accelerate import accelerate_linears, accelerate_target, chooser_for
 from ddtree.device.buffers import CacheSize, StepSize
+from ddtree.device.centred_norms import fuse_norms
 from ddtree.device.draft_steps import DraftSteps
+from ddtree.device.drafting import MOST_CANDIDATES
 from ddtree.device.graphs import GraphMaker
 from ddtree.device.load_check import check_rounds, check_steps
 from ddtree.device.rounds import DeviceRounds
@@ -29,7 +31,6 @@ from ddtree.models.target import TargetModel
 from ddtree.verify import TargetVerifier
 
 _LOG = logging.getLogger(__name__)
-_WIDTH = 64  # candidates per position of captured drafts; what asks for more is drafted launch by launch
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,8 @@ class Acceleration:
     def take_target(self, target: TargetModel) -> None:
         """Fuse a target's layers."""
         fused = accelerate_target(target, self._chooser)
-        _LOG.info("%d decoder layers are fused", fused)
+        norms = fuse_norms(target.model)
+        _LOG.info("%d decoder layers and %d norms of others are fused", fused, norms)
 
     def finish(self, verifier: TargetVerifier | None, drafter: Drafter | None) -> DeviceRounds | None:
         """Choose products and capture; gives whole rounds where both stages are here and can do them."""
@@ -135,7 +137,7 @@ class Acceleration:
 def _capture_drafts(drafter: Drafter, places: list[int], maker: GraphMaker) -> None:
     cache = CacheSize(drafter.pool.num_pages, drafter.pool.page_size)
     steps = DraftSteps(
-        drafter.on_device(), places, cache, block_size=drafter.block_size, width=_WIDTH, maker=maker
+        drafter.on_device(), places, cache, block_size=drafter.block_size, width=MOST_CANDIDATES, maker=maker
     )
     drafter.use(steps)
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ddtree.device.buffers import StepBuffers
-from ddtree.device.drafting import DeviceDraft
+from ddtree.device.drafting import MOST_CANDIDATES, DeviceDraft
 from ddtree.device.graphs import Captured, GraphMaker
 from ddtree.device.kernels.build import build
 from ddtree.device.kernels.move import commit_rows, gather_rows, keep_rows
@@ -25,8 +25,6 @@ from ddtree.device.rows import DeviceRows
 from ddtree.device.steps import StepOutput
 from ddtree.device.trees import DeviceAcceptance
 from ddtree.kv_cache import KvPool
-
-_MOST_CANDIDATES = 64  # per position; trees hardly use more, and picking more takes longer
 
 
 @dataclass(frozen=True)
@@ -83,7 +81,7 @@ class RoundParts:
     def _capture_draft(self, maker: GraphMaker) -> tuple[Captured[None], Captured[None]]:
         buffers, draft, block = self._buffers, self._stages.draft, self._block
         views, places, nodes = buffers.box.device, buffers.size.places, buffers.size.nodes
-        width = draft.width(min(_MOST_CANDIDATES, nodes))
+        width = draft.width(min(MOST_CANDIDATES, nodes))
         device = buffers.token_ids.device
         positions = self._stages.block_size - 1
         ids = torch.zeros((places, positions, width), dtype=torch.int32, device=device)
