@@ -12,7 +12,6 @@ from benchmarks.gpu.shapes import RandomPair
 from ddtree.device.accelerate import accelerate_linears, accelerate_target
 from ddtree.device.buffers import CacheSize, StepSize
 from ddtree.device.graphs import GraphMaker
-from ddtree.device.matmul_choice import MatmulChooser
 from ddtree.device.messages import NO_DRAFTER, RoundRequest
 from ddtree.device.rounds import DeviceRounds
 from ddtree.device.steps import TargetSteps, sizes_for
@@ -21,22 +20,29 @@ _TUNING_SECONDS = 60.0
 
 
 def fuse_target(pair: RandomPair) -> None:
-    """Fuse the target's layers and let every weight use the product that is fastest here, as serving does."""
-    chooser = MatmulChooser(pair.target.device, None)
-    accelerate_target(pair.target, chooser)
-    accelerate_linears(pair.draft, chooser)
-    accelerate_linears(pair.projection, chooser)
-    chooser.tune(limit_s=_TUNING_SECONDS)
+    """Fuse the target's layers and let its weights use the products that are fastest here, as in serving."""
+    accelerate_target(pair.target, pair.chooser)
+    accelerate_linears(pair.projection, pair.chooser)
+    pair.chooser.tune(limit_s=_TUNING_SECONDS)
 
 
 class DeviceRound:
     """See `RoundBench`. Steps have the sizes that are prepared when serving: a smaller tree is padded."""
 
-    def __init__(self, pair: RandomPair, place: Placement) -> None:
-        """Capture all sizes, then open a session of `place.context` tokens for each sequence."""
+    def __init__(self, pair: RandomPair, place: Placement, *, is_fused: bool = False) -> None:
+        """Capture all sizes, then open a session of `place.context` tokens for each sequence.
+
+        Args:
+            pair: the models; `fuse_target` comes before if they are to be fused.
+            place: where.
+            is_fused: whether the drafter uses the products that are fastest here, measured the first time.
+        """
         self._pair, self._place = pair, place
         self._stages = OpenedStages.over(pair, place)
         verifier, drafter = self._stages.verifier, self._stages.drafter
+        if is_fused:
+            drafter.choose_products(pair.chooser.linear)
+            pair.chooser.tune(limit_s=_TUNING_SECONDS)
         sizes = tuple(
             size
             for size in sizes_for(place.batch, place.most_nodes, place.batch * (place.most_nodes + 1))

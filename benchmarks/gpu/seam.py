@@ -61,6 +61,12 @@ def _on_device(pair: RandomPair, place: Placement) -> RoundBench:
     return DeviceRound(pair, place)
 
 
+def _fused(pair: RandomPair, place: Placement) -> RoundBench:
+    from benchmarks.gpu.on_device import DeviceRound
+
+    return DeviceRound(pair, place, is_fused=True)
+
+
 def _fuse(pair: RandomPair) -> None:
     from benchmarks.gpu.on_device import fuse_target
 
@@ -71,5 +77,5 @@ def _fuse(pair: RandomPair) -> None:
 WAYS: Mapping[str, Way] = {
     "eager": Way("stage objects, PyTorch's operators", EagerRound, needs_gpu=False),
     "graphs": Way("whole rounds on the device, as captured graphs", _on_device),
-    "fused": Way("the same with fused layers and measured products", _on_device, prepare=_fuse),
+    "fused": Way("the same with fused layers and measured products", _fused, prepare=_fuse),
 }

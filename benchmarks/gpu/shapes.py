@@ -16,6 +16,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen3_5TextConfig, Qwen3Config
 
 from ddtree.attention import sdpa
+from ddtree.device.matmul_choice import MatmulChooser
 from ddtree.models import gated_delta_net
 from ddtree.models.dflash import DFlashDraft, FeatureProjection
 from ddtree.models.draft_config import DraftConfig
@@ -51,6 +52,7 @@ class RandomPair:
     target: TargetModel
     draft: DFlashDraft
     projection: FeatureProjection
+    chooser: MatmulChooser  # of products; nothing is chosen before somebody asks it to
 
     @property
     def plain_bytes(self) -> int:
@@ -131,7 +133,8 @@ def make_pair(shape: PairShape, device: torch.device, dtype: torch.dtype) -> Ran
     rotary = Rotary(config).to(device)
     with torch.device("meta"):
         draft, projection = DFlashDraft(config, rotary), FeatureProjection(config)
-    return RandomPair(shape, target, _filled(draft, device, dtype), _filled(projection, device, dtype))
+    filled = _filled(draft, device, dtype), _filled(projection, device, dtype)
+    return RandomPair(shape, target, *filled, MatmulChooser(device, None))
 
 
 def random_weights(

@@ -168,19 +168,21 @@ def test_every_way_gives_every_number(name: str) -> None:
     assert facts["round"]["ms"] == pytest.approx(sum(facts["parts"].values()))
 
 
+@pytest.mark.parametrize("is_fused", [False, True])
 def test_rounds_on_the_device_are_replayed_and_choose_the_same_tokens(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, is_fused: bool
 ) -> None:
     monkeypatch.setattr(Drafter, "on_device", ScriptedDrafter.on_device)
     monkeypatch.setattr(Drafter, "script", Script([ROOT] * 200), raising=False)
     pair, place = make_pair(tiny_qwen3(), torch.device("cpu"), torch.float32), Placement(70, most_nodes=20)
     tokens = {nodes: EagerRound(pair, place).verify(nodes) for nodes in (20, 5)}
     with in_place_of_kernels():
-        bench = DeviceRound(pair, place)
+        bench = DeviceRound(pair, place, is_fused=is_fused)
         for _ in range(2):
             assert all(torch.equal(bench.verify(nodes), tokens[nodes]) for nodes in tokens)
             assert set(bench.plain()) == {"verify"}
             assert set(bench.round(20)) == {"draft", "build", "verify"}
+    assert bool(pair.chooser.choices()) is is_fused
 
 
 def test_the_sizes_are_those_of_the_public_models() -> None:
