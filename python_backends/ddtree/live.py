@@ -73,6 +73,11 @@ class DraftContext:
         self.forget()
         self.behind_until = length
 
+    def fall_behind(self, length: int) -> None:
+        """Note that the verifier has so many tokens by now; all that the drafter lacks is to be read back."""
+        self.behind_until = length
+        self._drop_pending()  # it stands before them, and would be delivered again behind them
+
     def delivered(self) -> None:
         """Note that the drafter took all that was owed."""
         self.length += len(self.pending_ids)

@@ -71,7 +71,8 @@ class RoundChoice:
         self.plain_rounds = 0 if best or fixed else self.plain_rounds + 1
         if self.plain_rounds > _TRY_EVERY:
             self.plain_rounds = 0
-            best = next((n for n in self.sizes.nodes if 0 < n <= most_nodes), 0)
+            smallest = next((n for n in self.sizes.nodes if 0 < n <= most_nodes), 0)
+            best = smallest if self.sizes.nodes_for(sequences, smallest) is not None else 0
         return best
 
     def learn(self, session: int, log_probs: NDArray[np.float32], accepted: int) -> None:
@@ -216,4 +217,4 @@ class ResidentRounds:
             live.draft.length += count
             live.draft.drafts += 1
         elif live.draft.is_wanted and not live.draft.is_lost:
-            live.draft.behind_until = live.committed + count
+            live.draft.fall_behind(live.committed + count)

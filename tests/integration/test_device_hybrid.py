@@ -88,7 +88,7 @@ def stages(pair: tuple[Path, Path], script: Script) -> InProcessStages:
     drafter.__class__ = ScriptedDrafter
     assert isinstance(drafter, ScriptedDrafter)
     drafter.script = script
-    wanted = Preparation(SIZES, CONTEXT, repeats=1)
+    wanted = Preparation(SIZES, CONTEXT, config.max_nodes, repeats=1)
     rounds = prepare_rounds(verifier, drafter, verifier.target, wanted, GraphMaker(verifier.target.device))
     script.is_checked = True
     return InProcessStages(verifier, drafter, rounds=rounds)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ddtree import assembly
+from ddtree import assembly, drafting
 from ddtree.config import ServingConfig
 from ddtree.device.buffers import StepSize
 from ddtree.device.graphs import GraphMaker
@@ -79,7 +79,7 @@ def stages(pair: tuple[Path, Path], script: Script) -> InProcessStages:
     drafter.__class__ = ScriptedDrafter
     assert isinstance(drafter, ScriptedDrafter)
     drafter.script = script
-    wanted = Preparation(SIZES, TEXT, repeats=1)
+    wanted = Preparation(SIZES, TEXT, config.max_nodes, repeats=1)
     rounds = prepare_rounds(verifier, drafter, verifier.target, wanted, GraphMaker(verifier.target.device))
     script.is_checked = True
     return InProcessStages(verifier, drafter, rounds=rounds)
@@ -173,6 +173,31 @@ async def test_in_turns_with_the_general_way(
     for params, ids in zip(requests, alone, strict=True):
         start = len(params.prompt_ids)
         assert params is sampling or params.sampling.temperature or ids == text[start : start + TOKENS]
+
+
+async def test_a_budget_beyond_every_prepared_size(
+    stages: InProcessStages, pair: tuple[Path, Path], text: list[int]
+) -> None:
+    """Such a sequence holds more pages; where it drafts nothing, its step is of a prepared size."""
+    async with engine_over(stages, pair[0], Rounds()) as engine:
+        (sink,) = await generate_all(engine, [request(text, 300, "tree", 256, max_tokens=2)])
+    assert sink.token_ids == text[300:302]
+
+
+async def test_a_drafter_far_behind_is_brought_up_in_several_rounds(
+    stages: InProcessStages, pair: tuple[Path, Path], text: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The verifier has cached a prompt that the drafter never saw; what was owed is not delivered twice."""
+    monkeypatch.setattr(drafting, "_MOST_READ_BACK", 32)
+    rounds = Rounds()
+    async with engine_over(stages, pair[0], rounds) as engine:
+        requests = [request(text, 100, "off", 0, 2), request(text, 110, "tree", 12)]
+        for params in requests:
+            (sink,) = await generate_all(engine, [replace(params, cache_salt="of nobody else")])
+    assert sink.token_ids == text[110 : 110 + TOKENS]
+    sizes = [sum(done.tree_sizes) for done in rounds[1:]]
+    assert not any(sizes[:3]), "96 tokens are cached, and some are committed meanwhile"
+    assert all(sizes[4:-1])
 
 
 def open_both(stages: InProcessStages, session: int, ids: Sequence[int]) -> None:

@@ -49,6 +49,13 @@ def test_hopeless_drafts_rest_and_are_tried_again() -> None:
     assert chosen.count(7) == 3
 
 
+def test_drafts_are_tried_only_in_a_size_that_is_prepared() -> None:
+    """With many sequences only rounds without drafts are, as a round's nodes are limited in all."""
+    ms = {(1, nodes): 5.0 for nodes in NODES} | {(4, 0): 5.0}
+    chooser = RoundChoice(RoundSizes((1, 4), NODES, ms))
+    assert not any(chooser.nodes([1, 2, 3], 0, 3, OPEN) for _ in range(100))
+
+
 def test_what_is_accepted_beyond_promise_counts() -> None:
     """Promised 0.3 tokens for 40 % more time it does not pay; four times as many are accepted."""
     doubting, trusting = choice((5.0, 7.0, 20.0, 40.0)), choice((5.0, 7.0, 20.0, 40.0))

@@ -38,12 +38,14 @@ class Preparation:
 
     sizes: tuple[StepSize, ...]
     context_length: int  # of the longest sequence
+    max_nodes: int  # most draft nodes a request may ask for: pages are held for them, prepared or not
     on_progress: Callable[[StepSize], None] | None = None
     repeats: int = 5  # of every size's timing
 
     def reach(self, pool: KvPool, block_size: int) -> CacheSize:
         """How far a sequence's pages may reach in a pool."""
-        slots = self.context_length + max(size.nodes for size in self.sizes) + block_size + 1
+        nodes = max(self.max_nodes, *(size.nodes for size in self.sizes))
+        slots = self.context_length + nodes + block_size + 1
         return CacheSize(min(pool.num_pages, -(-slots // pool.page_size)), pool.page_size)
 
 
@@ -125,7 +127,7 @@ class Acceleration:
             sizes = tuple(size for size in sizes if size.rows <= most_rows)
         is_shared = drafter is not None and drafter.pool.features.device == target.device
         with tqdm(desc="capturing", total=(1 + is_shared) * len(sizes), disable=None) as bar:
-            wanted = Preparation(sizes, target.context_length, lambda _: _advance(bar))
+            wanted = Preparation(sizes, target.context_length, config.max_nodes, lambda _: _advance(bar))
             if drafter is None or not is_shared:
                 prepare_steps(verifier, target, wanted, self._maker)
                 return None
