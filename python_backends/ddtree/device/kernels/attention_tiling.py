@@ -66,9 +66,8 @@ def tiling_for(shape: AttentionShape, wish: Tiling | None = None) -> Tiling:
     work = shape.places * shape.kv_heads * -(-shape.folded // rows)
     blocks = -(-shape.slots // keys) + -(-shape.rows // keys)
     warps = 8 if rows * width >= 128 * 128 else 4
-    at_a_time = (
-        1 if warps == 8 else card.waves
-    )  # the registers of eight warps leave no room for another eight
+    # The registers of eight warps leave no room for another eight.
+    at_a_time = 1 if warps == 8 else card.waves
     # Rounded down: the last few programs of a wave too many would take as long as a whole wave.
     splits = max(1, min(at_a_time * card.processors // work, blocks, _LONGEST_JOIN))
     fits = card.shared_bytes // at_a_time - rows * width * shape.item_bytes
