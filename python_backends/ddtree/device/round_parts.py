@@ -35,7 +35,7 @@ class RoundStages:
     block_size: int
     projection: nn.Module  # taps to context features
     pool: KvPool  # of the target
-    step: Callable[[StepBuffers], StepOutput]  # enqueues the target's step
+    step: Callable[[StepBuffers], Captured[StepOutput]]  # the target's step of a size
 
 
 class RoundParts:
@@ -59,8 +59,10 @@ class RoundParts:
             views["draft_table"], views["lengths"], stages.block_size, buffers.draft_page_size
         )
         self._drafts = self._capture_draft(maker) if size.nodes else None
-        self._output = stages.step(buffers)
-        self._finish = maker.capture(self._finished)
+        self._step = stages.step(buffers)
+        self._output = self._step()
+        # A graph reads where the step's output stood then: a step without one leaves it elsewhere each time.
+        self._finish = maker.capture(self._finished) if self._step.is_still else Captured(self._finished)
 
     def play(self, laps: Laps) -> None:
         """Enqueue a round and fetch what came of it."""
@@ -73,7 +75,7 @@ class RoundParts:
             laps.lap("draft")
             grow()
             laps.lap("build_tree")
-        self._output = self._stages.step(buffers)
+        self._output = self._step()
         self._finish()
         laps.lap("verify")
         self.outbox.fetch()

@@ -68,7 +68,7 @@ class DeviceRounds:
             drafter.block_size,
             verifier.projection,
             verifier.pool,
-            lambda buffers: steps.run(buffers.size),
+            lambda buffers: steps.captured(buffers.size),
         )
         self._laps = Laps(verifier.target.device)
         self._parts: dict[StepSize, RoundParts] = {}

@@ -95,6 +95,10 @@ class TargetSteps:
         """Enqueue the step over what its buffers hold on the device."""
         return self._steps[size]()
 
+    def captured(self, size: StepSize) -> Captured[StepOutput]:
+        """The step of one size."""
+        return self._steps[size]
+
     @torch.inference_mode()
     def stage(self, sessions: Sequence[Session], trees: TreeBatch, roots: Sequence[int]) -> Staged | None:
         """Run the target over trees that are on the host; None when no size holds them."""
