@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
+from ddtree.device.kernels.centred_norm import centred_norm
 from ddtree.recurrent.kernels import TreeKernels
 from tests.fakes.kernel_calls import Call, longs, tensor
 
@@ -23,7 +24,9 @@ def recurrent_calls(count: int, sequences: int, key_dim: int = 128) -> Iterator[
         sees = tensor(sequences, count, count, dtype=torch.bool)
         updates = tensor(total, heads, key_dim, dtype=floats)
         own = (states, longs(sequences), longs(sequences))
-        kernels.stage(keys, keys, values, tensor(total, heads), decays, sees, matrices[0], *own, updates)
+        kernels.stage(
+            keys, keys, values, tensor(total, heads), decays, sees, matrices[0], *own, updates, count
+        )
 
     def commit() -> None:
         keys = tensor(layers, total, key_heads, key_dim, dtype=floats)
@@ -51,6 +54,14 @@ def _layer_calls(kernels: TreeKernels, count: int, sequences: int, key_dim: int)
     states, keys = longs(sequences), tensor(total, key_heads, key_dim, dtype=floats)
     inputs, weight = tensor(total, channels), tensor(channels, 4)
 
+    def sight() -> None:
+        bits = tensor(sequences, count, -(-count // 64), dtype=torch.int64)
+        kernels.sight(bits, tensor(sequences, count, dtype=torch.int32), 4)
+
+    def normalise() -> None:
+        for shape in ((total, 40 * key_dim), (total, heads, key_dim)):
+            centred_norm(tensor(*shape), tensor(shape[-1]), 1e-6)
+
     def prepare() -> None:
         shape = (heads, key_dim)
         tails = tensor(8, 3, channels)
@@ -70,6 +81,8 @@ def _layer_calls(kernels: TreeKernels, count: int, sequences: int, key_dim: int)
         kernels.move_tails(tails, staged, states, longs(sequences, 16), longs(sequences))
 
     case = f"{sequences} x {count} rows of {key_dim}"
+    yield Call(f"recurrent sight {case}", sight)
+    yield Call(f"centred norms {case}", normalise)
     yield Call(f"recurrent heads {case}", prepare)
     yield Call(f"recurrent decays {case}", sum_decays)
     yield Call(f"recurrent gate {case}", gate)

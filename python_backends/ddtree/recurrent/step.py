@@ -115,8 +115,11 @@ class RecurrentStep:
         count, device = places * widest, states.device
         assert count <= pool.size.rows, f"{count} rows are staged, the stash holds {pool.size.rows}"
         starts = torch.arange(places, device=device) * widest
-        sees = expand(rows.bits)
-        windows = windows_of(rows.depths.long(), sees, starts, pool.shape.kernel).flatten(0, 1)
+        if pool.kernels is not None:
+            sees, windows = pool.kernels.sight(rows.bits, rows.depths, pool.shape.kernel)
+        else:
+            sees = expand(rows.bits)
+            windows = windows_of(rows.depths.long(), sees, starts, pool.shape.kernel).flatten(0, 1)
         stands = torch.arange(count, device=device)
         return cls(pool, states, starts, rows.counts.long(), widest, sees, windows, stands, {})
 

@@ -9,14 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn import functional
 
 from ddtree.device.rows import DeviceRows
 from ddtree.recurrent.kernels import TreeKernels
 from ddtree.recurrent.layer import LayerInputs, LayerWeights, run_plainly
 from ddtree.recurrent.state_pool import PoolSize, StatePool, StateShape
 from ddtree.recurrent.step import RecurrentStep, Span
-from ddtree.recurrent.windows import next_tails
-from ddtree.tree_mask import ancestor_bits
+from ddtree.recurrent.windows import next_tails, windows_of
+from ddtree.tree_mask import ancestor_bits, expand
 from tests.fakes.device import DEVICE
 from tests.fakes.random_trees import depths_of, path_to, random_parents, sees_of
 
@@ -181,6 +182,33 @@ def test_half_precision_is_as_exact_as_the_module() -> None:
 
 def _floats(value: Any) -> Any:
     return value.float() if isinstance(value, torch.Tensor) else value
+
+
+@pytest.mark.parametrize(("nodes", "kernel"), [(0, 4), (5, 2), (9, 4), (70, 4)])
+def test_sight_is_worked_out_at_once(nodes: int, kernel: int) -> None:
+    """Words of bits that are full and begun, a full place, one with padding, an empty one."""
+    source, rows = random.Random(nodes), nodes + 1
+    trees: Trees = [random_parents(source, nodes, reach=4), random_parents(source, nodes // 2), None]
+    made = device_rows(trees, rows)
+    sees, windows = KERNELS.sight(made.bits, made.depths, kernel)
+    starts = torch.arange(3, device=DEVICE) * rows
+    assert torch.equal(sees, expand(made.bits))
+    expected = windows_of(made.depths.long(), sees, starts, kernel)
+    for place, count in enumerate(made.counts.tolist()):
+        assert torch.equal(windows.view(expected.shape)[place, :count], expected[place, :count])
+    assert 0 <= int(windows.min()) <= int(windows.max()) < 3 * (kernel - 1 + rows)
+
+
+def test_decays_of_any_step_are_exact() -> None:
+    """Tiny ones too: a head that forgets nearly nothing must still forget that."""
+    values = torch.tensor([-40.0, -20, -16, -10, -3, 0, 5, 19, 21, 80])[:, None]
+    sees, decays = torch.eye(10, dtype=torch.bool, device=DEVICE)[None], torch.zeros((10, 1), device=DEVICE)
+    zero = torch.zeros(1, device=DEVICE)
+    own = (sees, zero.long(), zero.long() + 10, decays)
+    shares = KERNELS.sum_decays(values.to(DEVICE), values.to(DEVICE), zero, zero, *own)
+    exact = functional.softplus(values.double(), threshold=100.0)
+    torch.testing.assert_close(-decays.cpu().double(), exact, rtol=1e-5, atol=0.0)
+    torch.testing.assert_close(shares.cpu(), values.sigmoid(), rtol=1e-5, atol=1e-12)
 
 
 @pytest.mark.parametrize("kernel", [2, 3, 4])

@@ -133,8 +133,45 @@ def _tails_kernel(
     tl.store(own + at, tl.where(in_tail[:, None], old, new), mask=moves[:, None] & is_channel)
 
 
+@triton.jit
+def _sight_kernel(
+    bits, depths, sees, windows, sequences, rows, words, KERNEL: tl.constexpr, ROWS: tl.constexpr
+):
+    row = tl.program_id(0)
+    sequence, other = (row // rows).to(tl.int64), tl.arange(0, ROWS)
+    inside = other < rows
+    word = tl.load(bits + row * words + other // 64, mask=inside, other=0)
+    is_seen = (((word >> (other % 64).to(tl.int64)) & 1) != 0) & inside
+    tl.store(sees + row * rows + other, is_seen.to(tl.uint8), mask=inside)
+    depth = tl.load(depths + row)
+    above = tl.load(depths + sequence * rows + other, mask=inside, other=-1)
+    for position in tl.static_range(KERNEL):
+        wanted = depth - (KERNEL - 1 - position)
+        # A row sees one row of each depth above it; padding sees the root and itself, and takes itself.
+        ancestor = tl.max(tl.where(is_seen & (above == wanted), other, 0), axis=0)
+        in_rows = sequences * (KERNEL - 1) + sequence * rows + ancestor
+        in_tail = (sequence + 1) * (KERNEL - 1) + wanted
+        tl.store(windows + row * KERNEL + position, tl.where(wanted >= 0, in_rows, in_tail))
+
+
 class LayerKernels:
     """Launches them. Tensors are on one device; shapes are those of `step`."""
+
+    def sight(
+        self,
+        bits: torch.Tensor,  # [S, N, W] int64 ancestor bits
+        depths: torch.Tensor,  # [S, N] int32
+        kernel: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Who sees whom, `[S, N, N]` bool, and what `windows_of` gives, `[S * N, kernel]` int64."""
+        sequences, rows, words = bits.shape
+        sees = torch.empty((sequences, rows, rows), dtype=torch.uint8, device=bits.device)
+        windows = torch.empty((sequences * rows, kernel), dtype=torch.int64, device=bits.device)
+        _sight_kernel[(sequences * rows,)](
+            bits, depths, sees, windows, sequences, rows, words,
+            KERNEL=kernel, ROWS=triton.next_power_of_2(rows), num_warps=1,
+        )  # fmt: skip
+        return sees.view(torch.bool), windows
 
     def heads(
         self,
