@@ -59,6 +59,7 @@ def load_drafter(config: ServingConfig) -> Drafter:
         CheckpointError: target or draft cannot be used, or do not fit each other.
     """
     _set_threads(config)
+    _make_current(_draft_device(config))
     drafter = _build_apart(config, _open_draft(config))
     fast = _acceleration(config, drafter.pool.features.device)
     if fast is not None:
@@ -87,7 +88,11 @@ def load_in_process(config: ServingConfig) -> InProcessStages:
         else:
             drafter = _build_apart(config, draft)
         verifier = build_verifier(config, draft, target)
-        return LoadedStages(verifier, drafter, None if fast is None else fast.finish(verifier, drafter))
+        if fast is None:
+            return LoadedStages(verifier, drafter)
+        # Kernels and graphs go to this thread's device: a drafter that has another stays as it was loaded.
+        is_beside = drafter.pool.features.device == verifier.pool.features.device
+        return LoadedStages(verifier, drafter, fast.finish(verifier, drafter if is_beside else None))
 
     return InProcessStages.build(load)
 
@@ -120,6 +125,7 @@ def _load_target(config: ServingConfig, draft: DraftCheckpoint) -> TargetModel |
     _set_threads(config)
     taps = draft.config.target_layer_ids
     device = loading.choose_device(config.device)
+    _make_current(device)
     if config.tensor_parallel > 1:
         check_division(loading.read_target_config(config.target), config.tensor_parallel)
         group = WorkerGroup.start(config.tensor_parallel, device)
@@ -205,6 +211,12 @@ def _open_draft(config: ServingConfig) -> DraftCheckpoint:
     for warning in refuse_failures(checks, path):
         _LOG.warning("%s", warning.message(path))
     return draft
+
+
+def _make_current(device: torch.device) -> None:
+    """Let this thread, which will run the stage, use the device: Triton's kernels go to the current one."""
+    if device.type == "cuda":
+        torch.cuda.set_device(loading.place(device))
 
 
 def _set_threads(config: ServingConfig) -> None:
