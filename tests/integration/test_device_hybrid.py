@@ -18,11 +18,12 @@ import torch
 from ddtree import assembly
 from ddtree.accept import walk
 from ddtree.config import ServingConfig
+from ddtree.device import loading
 from ddtree.device.buffers import StepSize
 from ddtree.device.graphs import GraphMaker
 from ddtree.device.loading import Preparation, prepare_rounds
 from ddtree.device.messages import RoundRequest
-from ddtree.device.steps import TargetSteps
+from ddtree.device.steps import TargetSteps, sizes_for
 from ddtree.draft import Drafter
 from ddtree.hybrid_cache import HybridPool
 from ddtree.models.target import TargetModel
@@ -92,6 +93,29 @@ def stages(pair: tuple[Path, Path], script: Script) -> InProcessStages:
     rounds = prepare_rounds(verifier, drafter, verifier.target, wanted, GraphMaker(verifier.target.device))
     script.is_checked = True
     return InProcessStages(verifier, drafter, rounds=rounds)
+
+
+def test_steps_are_prepared_for_what_the_stash_holds(
+    pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where states leave room for few rows, only smaller batches of large trees are captured."""
+    monkeypatch.setattr(loading, "fuse_norms", lambda _: 0)  # has tests of its own, in the interpreter
+    config = ServingConfig(
+        *pair, dtype="float32", device="cpu", page_size=16, kv_cache_mib=2, draft_kv_cache_mib=1,
+        state_cache_mib=1, max_nodes=64, max_step_nodes=512, max_sequences=8,
+    )  # fmt: skip
+    verifier = assembly.load_in_process(config).verifier
+    assert isinstance(verifier.target, TargetModel)
+    fast = loading.Acceleration(config, verifier.target.device)
+    fast.take_target(verifier.target)
+    assert fast.finish(verifier, None) is None
+    steps, most_rows = verifier._steps, verifier.pool.most_rows
+    assert isinstance(steps, TargetSteps)
+    assert most_rows is not None
+    largest = {size.places: size.nodes for size in steps.sizes}
+    assert len(steps.sizes) == sum(size.rows <= most_rows for size in sizes_for(8, 64, 512)) < 24
+    assert largest[1] == 64
+    assert 0 < largest[8] < 64
 
 
 def pool_of(stages: InProcessStages) -> HybridPool:
