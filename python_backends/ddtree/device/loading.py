@@ -86,7 +86,7 @@ def _steps(
 
 
 class Acceleration:
-    """Works on the stages of one process; `finish` comes last."""
+    """Works on the stages of one process and one device; `finish` comes last."""
 
     def __init__(self, config: ServingConfig, device: torch.device) -> None:
         self._config = config
@@ -127,10 +127,9 @@ class Acceleration:
         if (most_rows := verifier.pool.most_rows) is not None:
             # Where recurrent layers leave room for fewer rows, larger batches of trees take several steps.
             sizes = tuple(size for size in sizes if size.rows <= most_rows)
-        is_shared = drafter is not None and drafter.pool.features.device == target.device
-        with tqdm(desc="capturing", total=(1 + is_shared) * len(sizes), disable=None) as bar:
+        with tqdm(desc="capturing", total=len(sizes) * (1 if drafter is None else 2), disable=None) as bar:
             wanted = Preparation(sizes, target.context_length, config.max_nodes, lambda _: _advance(bar))
-            if drafter is None or not is_shared:
+            if drafter is None:
                 prepare_steps(verifier, target, wanted, self._maker)
                 return None
             return prepare_rounds(verifier, drafter, target, wanted, self._maker)
