@@ -18,7 +18,7 @@ import torch
 from ddtree import assembly
 from ddtree.accept import walk
 from ddtree.config import ServingConfig
-from ddtree.device import loading
+from ddtree.device import accelerate, loading
 from ddtree.device.buffers import StepSize
 from ddtree.device.graphs import GraphMaker
 from ddtree.device.loading import Preparation, prepare_rounds
@@ -99,7 +99,7 @@ def test_steps_are_prepared_for_what_the_stash_holds(
     pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where states leave room for few rows, only smaller batches of large trees are captured."""
-    monkeypatch.setattr(loading, "fuse_norms", lambda _: 0)  # has tests of its own, in the interpreter
+    monkeypatch.setattr(accelerate, "fuse_norms", lambda _: 0)  # has tests of its own, in the interpreter
     config = ServingConfig(
         *pair, dtype="float32", device="cpu", page_size=16, kv_cache_mib=2, draft_kv_cache_mib=1,
         state_cache_mib=1, max_nodes=64, max_step_nodes=512, max_sequences=8,

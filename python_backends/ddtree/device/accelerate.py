@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from ddtree.device.centred_norms import fuse_norms
 from ddtree.device.fused_layers import fuse
 from ddtree.device.matmul_choice import MatmulChooser
 from ddtree.models.target import TargetModel
@@ -25,6 +26,7 @@ def chooser_for(device: torch.device) -> MatmulChooser:
 def accelerate_target(target: TargetModel, chooser: MatmulChooser) -> int:
     """Fuse the layers that can be, and let the head choose its product; gives how many were fused."""
     fused = fuse(target.model, chooser.linear)
+    fuse_norms(target.model)  # of layers that are not fused
     head = target.model.get_output_embeddings()
     if type(head) is nn.Linear:
         target.model.set_output_embeddings(chooser.linear(head.weight, head.bias))

@@ -18,7 +18,6 @@ from tqdm import tqdm
 from ddtree.config import ServingConfig
 from ddtree.device.accelerate import accelerate_linears, accelerate_target, chooser_for
 from ddtree.device.buffers import CacheSize, StepSize
-from ddtree.device.centred_norms import fuse_norms
 from ddtree.device.draft_steps import DraftSteps
 from ddtree.device.drafting import MOST_CANDIDATES
 from ddtree.device.graphs import GraphMaker
@@ -96,8 +95,7 @@ class Acceleration:
     def take_target(self, target: TargetModel) -> None:
         """Fuse a target's layers."""
         fused = accelerate_target(target, self._chooser)
-        norms = fuse_norms(target.model)
-        _LOG.info("%d decoder layers and %d norms of others are fused", fused, norms)
+        _LOG.info("%d decoder layers are fused", fused)
 
     def finish(self, verifier: TargetVerifier | None, drafter: Drafter | None) -> DeviceRounds | None:
         """Choose products and capture; gives whole rounds where both stages are here and can do them."""
