@@ -255,7 +255,9 @@ class Engine:
         nodes = done.result.node_counts.tolist()
         plain_ms = resident.choice.plain_ms(len(batch)) + watch.ms["commit"]
         stage_ms = {**done.stage_ms(watch.ms["verify"]), "commit": watch.ms["commit"]}
-        record = events.RoundRecord(len(batch), sum(nodes), emitted, 0.0, plain_ms, stage_ms, watch.started_s)
+        record = events.RoundRecord(
+            len(batch), sum(nodes), emitted, 0.0, plain_ms, stage_ms, watch.started_s, is_whole=True
+        )
         self._observe(events.RoundDone(batch, done.drafting, nodes, record))
 
     def _commit(

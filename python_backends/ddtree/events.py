@@ -85,6 +85,7 @@ class RoundRecord:
     plain_ms: float  # what a round without drafts would have taken, by the cost kept current while serving
     stage_ms: Mapping[str, float]  # draft, build_tree, verify, commit; calls there and back included
     started_s: float = 0.0  # of `time.perf_counter`
+    is_whole: bool = False  # done in one call of the stages, which tells its parts but not its cache's commit
 
 
 @dataclass(frozen=True)

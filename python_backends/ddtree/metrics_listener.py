@@ -187,8 +187,14 @@ class MetricsListener:
     def _round_done(self, event: RoundDone) -> None:
         record, metrics = event.record, self._metrics
         metrics.rounds().add()
-        metrics.stage_seconds("verify").observe(max(0.0, self._verify_seconds - record.cache_commit_ms / 1e3))
-        metrics.stage_seconds("cache_commit").observe(record.cache_commit_ms / 1e3)
+        if record.is_whole:
+            for stage in ("draft", "build_tree", "verify"):
+                if record.stage_ms[stage]:  # without drafts the first two have nothing to do
+                    metrics.stage_seconds(stage).observe(record.stage_ms[stage] / 1e3)
+        else:
+            commit_seconds = record.cache_commit_ms / 1e3
+            metrics.stage_seconds("verify").observe(max(0.0, self._verify_seconds - commit_seconds))
+            metrics.stage_seconds("cache_commit").observe(commit_seconds)
         metrics.stage_seconds("commit").observe(record.stage_ms["commit"] / 1e3)
         round_ms = sum(record.stage_ms.values())
         plain_tokens = record.sequences * round_ms / record.plain_ms if record.nodes else record.emitted

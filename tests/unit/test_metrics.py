@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -128,6 +130,23 @@ def test_the_time_of_verify_is_without_its_commit() -> None:
     assert read["stage_seconds.cache_commit.sum"] == pytest.approx(0.003)
     assert read["stage_seconds.commit.sum"] == pytest.approx(0.001)
     assert read["stage_seconds.hop.sum"] == pytest.approx(0.0005)
+
+
+def test_a_round_of_one_call_is_told_by_its_own_parts() -> None:
+    """What an earlier verify took stays out of it, and parts that were not done are not counted."""
+    counted = Counted()
+    counted.observe(StageCalled("target_verifier", "verify", 0.9, 0.9))
+    counted.observe(StageCalled("target_verifier", "round", 0.011, 0.011))
+    done = round_done(nodes=30, emitted=7)
+    counted.observe(replace(done, record=replace(done.record, cache_commit_ms=0.0, is_whole=True)))
+    read = counted.read()
+    parts = {"draft": 0.002, "build_tree": 0.001, "verify": 0.008, "commit": 0.001}
+    assert {name: read[f"stage_seconds.{name}.sum"] for name in parts} == pytest.approx(parts)
+    plain = replace(done.record, stage_ms={"draft": 0.0, "build_tree": 0.0, "verify": 4.0, "commit": 1.0})
+    counted.observe(replace(done, record=replace(plain, is_whole=True)))
+    read = counted.read()
+    assert (read["stage_seconds.draft.count"], read["stage_seconds.verify.count"]) == (1, 2)
+    assert "stage_seconds.cache_commit.count" not in read
 
 
 def test_plain_decoding_would_have_given_a_token_a_sequence_in_each_plain_rounds_time() -> None:
