@@ -269,18 +269,21 @@ class Engine:
         them already.
         """
         emitted = start = 0
-        nodes = verdict.node_counts.tolist()
+        # As lists at once: taking numbers out of a tensor one by one is most of what this costs.
+        nodes, status = verdict.node_counts.tolist(), verdict.status.tolist()
+        counts, paths = verdict.accepted_counts.tolist(), verdict.accepted_tokens.tolist()
+        bonus = verdict.bonus_tokens.tolist()
         for index, live in enumerate(batch):
-            if not self._verdicts.is_held(live, int(verdict.status[index])):
+            if not self._verdicts.is_held(live, status[index]):
                 continue
-            count = int(verdict.accepted_counts[index])
-            accepted = verdict.accepted_tokens[index, :count].tolist()
+            count = counts[index]
+            accepted = paths[index][:count]
             if features is not None:
                 live.draft.owe([live.sequence.root_token, *accepted], features[start : start + count + 1])
                 start += count + 1
             live.committed += count + 1
             live.recoveries = 0
-            tokens = [*accepted, int(verdict.bonus_tokens[index])]
+            tokens = [*accepted, bonus[index]]
             known = _NOTHING_KNOWN if isinstance(verdict, RoundResult) else verdict.log_probs[index]
             emitted += self._verdicts.append(live, tokens, nodes[index], known[: count + 1])
         return emitted

@@ -142,10 +142,10 @@ class DeviceRounds:
         result.accepted_tokens[index] = accepted.accepted_tokens[:count]
         result.node_counts[index] = torch.from_numpy(host["counts"][:count])
         result.path_log_probs[index] = torch.from_numpy(host["log_probs"][:count])
-        roots = request.root_tokens.tolist()
-        for one in taking:
-            path = result.accepted_tokens[one.index, : int(result.accepted_counts[one.index])].tolist()
-            ids = [roots[one.index], *path]
+        # As lists at once: taking numbers out of a tensor one by one is most of what this costs.
+        roots, counts = request.root_tokens.tolist(), accepted.accepted_counts.tolist()
+        for one, length, tokens in zip(taking, counts, accepted.accepted_tokens.tolist(), strict=False):
+            ids = [roots[one.index], *tokens[:length]]
             result.status[one.index] = self._verifier.sessions.commit(one.session, ids)
             if one.draft is not None:
                 self._drafter.sessions.commit(one.draft, ids)
