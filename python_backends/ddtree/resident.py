@@ -192,20 +192,17 @@ class ResidentRounds:
             has_drafter and live.sequence.remaining_tokens > 1
             for live, has_drafter in zip(batch, drafters, strict=True)
         ]
-        free = [live for live, is_able in zip(batch, able, strict=True) if is_able and live.is_budget_open]
-        budgets = [
-            live.node_cap if is_able and not live.is_budget_open else 0
-            for live, is_able in zip(batch, able, strict=True)
-        ]
+        drafting = [live for live, is_able in zip(batch, able, strict=True) if is_able]
+        free = [live for live in drafting if live.is_budget_open]
+        fixed = max((live.node_cap for live in drafting if not live.is_budget_open), default=0)
+        chosen = 0
         if free:
             sessions = [live.sequence.session_id for live in free]
-            most = min(live.node_cap for live in free)
-            chosen = self.choice.nodes(sessions, max(budgets), len(batch), most)
-            free_ids = {id(live) for live in free}
-            budgets = [
-                chosen if id(live) in free_ids else budget
-                for live, budget in zip(batch, budgets, strict=True)
-            ]
+            chosen = self.choice.nodes(sessions, fixed, len(batch), min(live.node_cap for live in free))
+        budgets = [
+            0 if not is_able else chosen if live.is_budget_open else live.node_cap
+            for live, is_able in zip(batch, able, strict=True)
+        ]
         nodes = self.choice.sizes.nodes_for(len(batch), max(budgets))
         assert nodes is not None, "`takes` looked at the fixed budgets, and a chosen one is a size"
         return budgets, nodes
