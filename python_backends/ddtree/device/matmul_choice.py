@@ -1,9 +1,10 @@
 """Linear layers that use, for each number of rows, what was fastest for their weight on this device.
 
-The library's product (cuBLAS, through PyTorch) is good with many rows and leaves half of the memory's speed
-unused with few. Our kernels read faster for some shapes and not for others, so every shape is measured once,
-at load: the library and a few configs, each checked against the library before it may win. What was found is
-kept in a file for this device and these versions, so that the next start has nothing to measure.
+The library's product (cuBLAS, through PyTorch) is good with many rows. With one, a step of an 8B target that
+was nothing but such products and PyTorch's operators took nearly twice what reading its weights takes on an
+H200. Whether a kernel of ours reads faster differs by shape, so every shape is measured once, at load: the
+library and a few configs, each checked against the library before it may win. What was found is kept in a
+file for this device and these versions, so that the next start has nothing to measure.
 
 Without CUDA, without Triton, or before `tune`, everything is the library's. This module does not know how a
 product is computed, nor where in a model it stands.
@@ -158,7 +159,7 @@ class MatmulChooser:
             from ddtree.device.kernels.layer import gate
             from ddtree.device.kernels.matmul import multiply
         except ImportError as error:
-            _LOG.warning("without Triton, products of few rows take twice as long as they need: %s", error)
+            _LOG.warning("without Triton, products of few rows stay with the library, whatever it takes: %s", error)
             return
         self._multiply, self._gate = self._multiply or multiply, gate
 
