@@ -159,7 +159,7 @@ class MatmulChooser:
             from ddtree.device.kernels.layer import gate
             from ddtree.device.kernels.matmul import multiply
         except ImportError as error:
-            _LOG.warning("without Triton, products of few rows stay with the library, whatever it takes: %s", error)
+            _LOG.warning("without Triton, products of few rows stay the library's, however slow: %s", error)
             return
         self._multiply, self._gate = self._multiply or multiply, gate
 
