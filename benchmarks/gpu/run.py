@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryFile
 
 import click
 import torch
@@ -49,6 +50,7 @@ SECTIONS: Mapping[str, Callable[[Setting], Facts]] = {
     "hybrid": measure_hybrid,
     "topologies": measure_topologies,
 }
+_LARGE = frozenset({"stages", "hybrid"})  # tens of gigabytes of weights, drawn on the device
 
 
 def run(setting: Setting, sections: tuple[str, ...], out: Path, console: Console) -> report.Results:
@@ -162,6 +164,18 @@ def _device(name: str) -> torch.device:
     return torch.device(name)
 
 
+def _writable(out: Path) -> Path:
+    """The result file; that it cannot be written is said before anything is measured."""
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=out.parent):
+            return out
+    except OSError as error:
+        raise click.BadParameter(
+            f"{out} cannot be written ({error.strerror}); name another file", param_hint="--out"
+        ) from None
+
+
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 _FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 
@@ -210,6 +224,11 @@ def main(
     """Measure a round's parts on a GPU, next to its memory's limit and to plain decoding."""
     sections = _chosen("--only", only, SECTIONS)
     where = _device(device)
+    if where.type == "cpu" and not tiny and (large := sorted(_LARGE.intersection(sections))):
+        raise click.UsageError(
+            f"the shapes of {' and '.join(large)} need a GPU; give --tiny for a rehearsal, or --only others"
+        )
+    out = _writable(out.resolve())
     console = Console(stderr=True)
     console.print(f"Measuring the memory of {where}")
     setting = Setting(
@@ -227,7 +246,7 @@ def main(
         ways=_chosen("--ways", ways, WAYS),
     )
     free(where)
-    results = run(setting, sections, out.resolve(), console)
+    results = run(setting, sections, out, console)
     # In a log file there is no width to keep to.
     shown = Console(width=None if sys.stdout.isatty() else _LOG_WIDTH)
     tables = (*report.stage_tables(results.result), report.batch_table(results.result))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import gc
 import hashlib
+import math
 import tempfile
 import time
 from argparse import Namespace
@@ -30,6 +31,13 @@ from ddtree.train.ablation_workers import Bench, MakeBench, outcomes
 from ddtree.train.loss import position_weights
 
 _BAR = 20  # signs
+_LEAST = {
+    **dict.fromkeys(("steps", "gpus", "jobs_per_gpu", "sequences", "anchors", "layers", "limit"), 1),
+    **dict.fromkeys(("max_answer", "held_out"), 1),
+    "block_size": 2,
+    "mask_token_id": 0,
+    "seed": 0,
+}  # of whole numbers
 
 
 class ArmsFailed(DDTreeError):
@@ -153,12 +161,10 @@ def _study(chosen: Namespace) -> Study:
         raise InvalidArgument.of(
             "--steps", "or --minutes-each must be given, not both", chosen.steps, "give one of them"
         )
-    for field in ("steps", "gpus", "jobs_per_gpu", "sequences", "anchors", "layers", "limit", "max_answer"):
-        value = getattr(chosen, field)
-        if value is not None and value < 1:
-            raise InvalidArgument.of(f"--{field.replace('_', '-')}", "must be 1 or more", value, "take more")
-    if chosen.minutes_each is not None and not chosen.minutes_each > 0:
-        raise InvalidArgument.of("--minutes-each", "must be above 0", chosen.minutes_each, "take more")
+    _check_numbers(chosen)
+    for _, path in chosen.prompts:
+        if not path.is_file():
+            raise InvalidArgument.of("--prompts", "must name files", str(path), "give one of JSON lines")
     on_gpu = choose_device(chosen.device).type == "cuda"
     if on_gpu and chosen.gpus > torch.cuda.device_count():
         raise InvalidArgument.of(
@@ -172,6 +178,19 @@ def _study(chosen: Namespace) -> Study:
         rate=chosen.rate, held_out=chosen.held_out, limit=chosen.limit, max_answer=chosen.max_answer,
         compiled=chosen.compile,
     )  # fmt: skip
+
+
+def _check_numbers(chosen: Namespace) -> None:
+    for field, least in _LEAST.items():
+        value = getattr(chosen, field)
+        if value is not None and value < least:
+            name = f"--{field.replace('_', '-')}"
+            raise InvalidArgument.of(name, f"must be {least} or more", value, "take more")
+    for field in ("minutes_each", "rate"):
+        value = getattr(chosen, field)
+        if value is not None and not 0 < value < math.inf:  # a NaN is neither
+            name = f"--{field.replace('_', '-')}"
+            raise InvalidArgument.of(name, "must be above 0 and finite", value, "take another number")
 
 
 def _base(chosen: Namespace) -> Choices:

@@ -33,7 +33,7 @@ class Choices:
 
     def __post_init__(self) -> None:
         for name in ("decay", "muon_rate"):
-            if getattr(self, name) < 0:
+            if not getattr(self, name) >= 0:  # a NaN is not
                 raise InvalidArgument.of(name, "must be 0 or more", getattr(self, name), "0 is for none")
 
 

@@ -52,9 +52,9 @@ def position_weights(
     A decay of 0 stands for none: all positions count alike.
 
     Raises:
-        InvalidArgument: the decay is negative.
+        InvalidArgument: the decay is negative or no number.
     """
-    if decay < 0:
+    if not decay >= 0:  # a NaN is not
         raise InvalidArgument.of("decay", "must be 0 or more", decay, "0 weights all positions alike")
     if decay == 0:
         return torch.ones(positions, device=device)

@@ -116,6 +116,19 @@ def test_another_cards_results_are_not_mixed_in(tmp_path: Path) -> None:
     assert report.Results(out, here, {"is_tiny": True}).sections == {}
 
 
+def test_large_shapes_are_not_tried_on_a_cpu(tmp_path: Path) -> None:
+    outcome = CliRunner().invoke(main, ["--device", "cpu", "--out", str(tmp_path / "gpu.json")])
+    assert outcome.exit_code == 2
+    assert "the shapes of hybrid and stages need a GPU; give --tiny" in outcome.output
+
+
+def test_a_result_file_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    outcome = rehearse(tmp_path / "file" / "gpu.json")
+    assert outcome.exit_code == 2
+    assert "cannot be written" in outcome.output
+
+
 def test_an_unknown_section_is_one_line(tmp_path: Path) -> None:
     outcome = rehearse(tmp_path / "gpu.json", "--only", "stages,nonsense")
     assert outcome.exit_code == 2

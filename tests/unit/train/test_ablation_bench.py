@@ -178,7 +178,13 @@ def test_the_command_compares_arms_and_goes_on_where_it_was(
         (["--arms", "no-such"], "--arms must name arms, got 'no-such'"),
         (["--jobs-per-gpu", "0"], "--jobs-per-gpu must be 1 or more, got 0"),
         (["--steps", "0"], "--steps must be 1 or more, got 0"),
+        (["--held-out", "0"], "--held-out must be 1 or more, got 0"),
+        (["--block-size", "1"], "--block-size must be 2 or more, got 1"),
+        (["--rate", "nan"], "--rate must be above 0 and finite, got nan"),
+        (["--prompts", "other=not-there.jsonl"], "--prompts must name files, got 'not-there.jsonl'"),
         (["--decay", "-1"], "decay must be 0 or more, got -1.0"),
+        (["--decay", "nan"], "decay must be 0 or more, got nan"),
+        (["--muon-rate", "nan"], "muon_rate must be 0 or more, got nan"),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(
