@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ddtree.attention import sdpa
-from ddtree.errors import CheckpointError
+from ddtree.errors import CheckpointError, ConfigError
 from ddtree.models import loading
 from ddtree.models.target import TargetModel
 from tests.fakes.tiny_models import HIDDEN, VOCAB_SIZE, make_draft, make_target
@@ -151,3 +151,14 @@ def test_a_whole_folder_loads_without_gradients_in_the_wanted_dtype(folder: Path
     assert tables.embedding.dtype == tables.head.dtype == torch.bfloat16
     assert torch.equal(tables.embedding, model.get_input_embeddings().weight.bfloat16())
     assert torch.equal(tables.head, model.get_output_embeddings().weight.bfloat16())
+
+
+@pytest.mark.parametrize("name", ["cuda:99", "gpu", ""])
+def test_a_device_that_is_not_there_is_refused_by_its_name(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"must be auto, cpu, cuda or cuda:N .* got '{name}'"):
+        loading.choose_device(name)
+
+
+def test_devices_that_are_there() -> None:
+    assert loading.choose_device("cpu") == torch.device("cpu")
+    assert loading.choose_device("auto").type in ("cpu", "cuda")

@@ -5,6 +5,7 @@ This module knows the files of a transformers checkpoint; it does not know what 
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from ddtree.errors import CheckpointError
+from ddtree.errors import CheckpointError, ConfigError
 from ddtree.models.speculators import is_speculators
 from ddtree.models.target_config import check_target_config
 from ddtree.models.weight_files import FLOAT_TYPES, Header, read_headers
@@ -34,10 +35,22 @@ class TargetTables:
 
 
 def choose_device(name: str) -> torch.device:
-    """Resolve `auto` to CUDA when there is one."""
+    """Resolve `auto` to CUDA when there is one.
+
+    Raises:
+        ConfigError: there is no such device.
+    """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return torch.device(name)
+    gpus = torch.cuda.device_count()
+    with contextlib.suppress(RuntimeError):  # of a name that PyTorch does not know
+        device = torch.device(name)
+        if device.type != "cuda" or (device.index or 0) < gpus:
+            return device
+    raise ConfigError(
+        f"a device must be auto, cpu, cuda or cuda:N of the {gpus} GPUs that PyTorch sees, got {name!r}; "
+        "name one that is there"
+    )
 
 
 def place(device: torch.device) -> torch.device:
