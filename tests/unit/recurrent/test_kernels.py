@@ -146,6 +146,10 @@ def test_a_target_runs_on_them(tmp_path: Path) -> None:
     assert far(outputs[1], outputs[0]) <= EXACT
 
 
+# `item` is what inference mode makes of the first.
+_LOOKS = ("_local_scalar_dense", "item", "nonzero", "masked_select", "is_nonzero", "bincount", "lift_fresh")
+
+
 class _LooksAtNothing(TorchDispatchMode):
     """Fails where a value would be carried to the host: a graph could not be captured there."""
 
@@ -154,8 +158,10 @@ class _LooksAtNothing(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
-        looks = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "bincount", "lift_fresh")
-        assert name not in looks, name
+        assert name not in _LOOKS, name
+        if name.startswith("index"):
+            indices = [index for index in args[1] or () if index is not None] if len(args) > 1 else []
+            assert all(index.dtype != torch.bool for index in indices), f"{name} by a mask counts it"
         return func(*args, **(kwargs or {}))
 
 
@@ -192,6 +198,13 @@ class _NoLaunch(TreeKernels):
         return torch.zeros_like(gates)
 
 
+class _OnlyFused(_NoLaunch):
+    """For a target whose layers are all of a known kind."""
+
+    def convolve(self, inputs: torch.Tensor, *_: Any) -> torch.Tensor:
+        raise AssertionError(f"a layer of {len(inputs)} rows runs launch by launch")
+
+
 @pytest.mark.parametrize("kernels", [None, _NoLaunch()])
 def test_a_step_never_looks_at_values(kernels: TreeKernels | None) -> None:
     trees = [[0, 0, 1], [0, 1, 2, 3, 4]]
@@ -214,7 +227,7 @@ def test_a_step_of_a_whole_target_never_looks_at_values(
     target = TargetModel.load(make_hybrid(tmp_path, family), dtype="bfloat16", device=CPU, taps=(0,))
     shape = target.state_shape()
     assert shape is not None
-    states = StatePool(shape, PoolSize(2, 16), CPU, _NoLaunch())
+    states = StatePool(shape, PoolSize(2, 16), CPU, _OnlyFused())
     pool = HybridPool(target.cache_shape(0), states, budget_bytes=1 << 20, page_size=16, device=CPU)
     monkeypatch.setattr(attend, "store", lambda *_: None)
     monkeypatch.setattr(attend, "attend_to_tree", lambda queries, *_, **__: torch.zeros_like(queries))
