@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,6 +26,14 @@ SHAPE = StateShape(
 )  # fmt: skip
 KERNELS = TreeKernels(value_slice=16, channel_slice=32)
 Trees = Sequence[list[int] | None]  # parents; None: the place is empty
+
+
+@pytest.fixture(autouse=True)
+def poison() -> Iterator[None]:
+    """What is allocated and not written holds NaN."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 def normal(generator: torch.Generator, *sizes: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
