@@ -51,11 +51,12 @@ def stage(
 ) -> Staged:
     """Run the target over one tree per session, packed without padding."""
     device = target.device
+    counts = trees.counts.tolist()
     trees = TreeBatch(*(getattr(trees, each.name).to(device) for each in fields(trees)))
     sees = expand(ancestor_bits(trees.parents, trees.counts))
     root_rows = torch.tensor(roots, device=device)
     segments, token_rows, start = [], [], 0
-    for index, (session, count) in enumerate(zip(sessions, trees.counts.tolist(), strict=True)):
+    for index, (session, count) in enumerate(zip(sessions, counts, strict=True)):
         rows = count + 1
         depths = functional.pad(trees.depths[index, :count].long(), (1, 0))
         segments.append(segment_of(session, start, rows, depths, sees[index, :rows, :rows]))

@@ -182,15 +182,18 @@ class TargetVerifier:
         samplers = [session.sampler for session in sessions]
         root_ids = request.root_tokens[torch.tensor(live)].tolist()
         chosen = verify_batch.select_trees(request.trees, live, torch.device("cpu"))
-        staged = self._stage(sessions, prune(chosen, root_ids, samplers), root_ids)
-        target = target_tokens(staged.step.logits, staged.starts, staged.trees, root_ids, samplers)
-        accepted = walk(staged.trees, target.tokens)
+        trees = prune(chosen, root_ids, samplers)
+        staged = self._stage(sessions, trees, root_ids)
+        # What the host knows of the trees is not asked of the device, which is still at the step.
+        nodes, depth = trees.counts.tolist(), int(trees.depths.max()) if trees.depths.numel() else 0
+        target = target_tokens(staged.step.logits, staged.starts, staged.trees, root_ids, samplers, nodes)
+        accepted = walk(staged.trees, target.tokens, depth)
+        paths = verify_batch.Paths.of(accepted)
         started = time.perf_counter()
-        features = self._commit(sessions, staged, accepted)
-        counts, tokens = accepted.accepted_counts.tolist(), accepted.accepted_tokens.tolist()
+        features = self._commit(sessions, staged, accepted, paths)
         commits = [
-            self.sessions.commit(session, [root, *path[:count]])
-            for session, root, path, count in zip(sessions, root_ids, tokens, counts, strict=True)
+            self.sessions.commit(session, [root, *tokens])
+            for session, root, tokens in zip(sessions, root_ids, paths.tokens, strict=True)
         ]
         target = target.after(commits)
         commit_ms = (time.perf_counter() - started) * 1e3
@@ -256,15 +259,18 @@ class TargetVerifier:
         staged = None if self._steps is None else self._steps.stage(sessions, trees, roots)
         return staged or stage(self.target, self.pool, sessions, trees, roots)
 
-    def _commit(self, sessions: Sequence[Session], staged: Staged, accepted: Acceptance) -> torch.Tensor:
+    def _commit(
+        self, sessions: Sequence[Session], staged: Staged, accepted: Acceptance, paths: verify_batch.Paths
+    ) -> torch.Tensor:
         """Keep root and accepted path of each sequence, `[0, length + path)`; give their features."""
-        destination, rows = [], []
-        counts = accepted.accepted_counts.tolist()
-        for index, (session, start) in enumerate(zip(sessions, staged.starts, strict=True)):
-            length = counts[index] + 1
-            rows.append(start + accepted.path_nodes[index, :length])
-            destination.append(session.pages.slots[session.length : session.length + length])
-        kept, to_slots = torch.cat(rows), torch.cat(destination)
+        rows = [
+            start + node for start, nodes in zip(staged.starts, paths.nodes, strict=True) for node in nodes
+        ]
+        destination = [
+            session.pages.slots[session.length : session.length + len(nodes)]
+            for session, nodes in zip(sessions, paths.nodes, strict=True)
+        ]
+        kept, to_slots = torch.tensor(rows, device=self._device), torch.cat(destination)
         from_slots = staged.slots[kept]
         if staged.recurrent is not None:
             staged.recurrent.commit(accepted.path_nodes, accepted.accepted_counts + 1)

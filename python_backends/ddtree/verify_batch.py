@@ -41,6 +41,22 @@ class Found:
         return torch.tensor(self.statuses, dtype=torch.int32)
 
 
+@dataclass(frozen=True)
+class Paths:
+    """Accepted paths on the host, one look at the device for all of them."""
+
+    nodes: list[list[int]]  # root first
+    tokens: list[list[int]]  # of the draft, without the root's
+
+    @classmethod
+    def of(cls, accepted: Acceptance) -> Paths:
+        """Wait for the walk."""
+        width = 1 + accepted.path_nodes.shape[1]
+        told = (accepted.accepted_counts[:, None], accepted.path_nodes, accepted.accepted_tokens)
+        rows = torch.cat(told, dim=1).tolist()
+        return cls([row[1 : row[0] + 2] for row in rows], [row[width : width + row[0]] for row in rows])
+
+
 def chunks(request: PrefillRequest, found: Found) -> list[list[int]]:
     """The ids that each sequence reads now: after what was cached of its prefix, where something was."""
     ids, counts = request.token_ids.tolist(), request.counts.tolist()

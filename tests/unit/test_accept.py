@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from ddtree.accept import walk
 from ddtree.types import TreeBatch
+from ddtree.verify_batch import Paths
 from tests.oracles.tree_walks import follow_target
 
 no_deadline = settings(deadline=None)  # the machine may be busy with other things
@@ -120,3 +121,16 @@ def test_no_nodes_give_the_bonus_token_alone() -> None:
     assert result.bonus_tokens.tolist() == [3, 0]
     assert result.path_nodes.tolist() == [[0], [0]]
     assert result.accepted_tokens.shape == (2, 0)
+
+
+def test_paths_on_the_host_end_where_they_were_accepted() -> None:
+    """Two trees: root, 2, 3 with the tokens 20, 30; and the root alone."""
+    trees = TreeBatch(
+        torch.tensor([[10, 20, 30], [7, 8, 9]]),
+        torch.tensor([[0, 0, 2], [0, 1, 2]]),
+        torch.tensor([[1, 1, 2], [1, 2, 3]]),
+        torch.tensor([3, 3]),
+    )
+    paths = Paths.of(walk(trees, torch.tensor([[20, 1, 30, 5], [1, 1, 1, 1]]), 3))
+    assert paths.nodes == [[0, 2, 3], [0]]
+    assert paths.tokens == [[20, 30], []]
