@@ -16,7 +16,6 @@ import pytest
 import torch
 
 from ddtree import assembly
-from ddtree.accept import walk
 from ddtree.config import ServingConfig
 from ddtree.device import accelerate, loading
 from ddtree.device.buffers import StepSize
@@ -31,7 +30,7 @@ from ddtree.params import DraftMode
 from ddtree.sessions import Session
 from ddtree.stages.in_process import InProcessStages
 from ddtree.staging import stage
-from ddtree.types import AUTO_BUDGET, SessionBatch, TreeBatch
+from ddtree.types import AUTO_BUDGET, SessionBatch, TreeBatch, VerifyRequest
 from tests.fakes.hybrid_families import make_hybrid
 from tests.fakes.hybrid_runner import PlainTarget
 from tests.fakes.pipeline import generate_all
@@ -43,6 +42,7 @@ from tests.fakes.tiny_models import make_draft
 from tests.integration.test_device_rounds import Rounds, engine_over, open_both, request
 
 # One sequence drafts in room for three, so places are empty; the engine lets it take the general way.
+ints = partial(torch.tensor, dtype=torch.int32)
 SIZES = (StepSize(1, 0), *(StepSize(3, nodes) for nodes in (0, 3, 12)))
 TEXT, TOKENS, CONTEXT = 300, 24, 440
 LAST = 200  # rounds end behind this token
@@ -159,7 +159,7 @@ def random_trees(
 
 def test_a_captured_step_is_the_general_one(stages: InProcessStages, text: list[int]) -> None:
     """Three sequences with trees of their own, then two of them in other places: logits, then the commits."""
-    source, verifier = random.Random(0), stages.verifier
+    source, verifier, accepted = random.Random(0), stages.verifier, list[int]()
     lengths = {1: 1, 2: 20, 3: 41}
     for session_id, length in lengths.items():
         open_both(stages, session_id, text[: length + 1])
@@ -177,20 +177,20 @@ def test_a_captured_step_is_the_general_one(stages: InProcessStages, text: list[
         expected = general.step.logits.clone()
         staged = steps.stage(sessions, trees, roots)
         assert staged is not None
-        tokens = torch.zeros((len(order), max(sizes) + 1), dtype=torch.int64)
         for place, size in enumerate(sizes):
             found = staged.step.logits[staged.starts[place] :][: size + 1]
-            wanted = expected[general.starts[place] :][: size + 1]
-            assert far(found, wanted) <= 1e-5
-            tokens[place, : size + 1] = wanted.argmax(-1)
+            assert far(found, expected[general.starts[place] :][: size + 1]) <= 1e-5
         assert torch.isfinite(staged.step.logits).all(), "padding stays finite"
-        accepted = walk(trees, tokens)
-        verifier._commit(sessions, staged, accepted)
-        for one, session, path, count in zip(
-            order, sessions, accepted.accepted_tokens.tolist(), accepted.accepted_counts.tolist(), strict=True
-        ):
-            verifier.sessions.commit(session, [text[lengths[one]], *path[:count]])
-            lengths[one] += count + 1
+        batch = SessionBatch(
+            torch.tensor(order), ints([0] * len(order)), ints([lengths[one] for one in order])
+        )
+        result = verifier.verify(VerifyRequest(batch, ints(roots), trees))  # by such a step again
+        assert not result.status.any()
+        for one, took in zip(order, result.accepted_counts.tolist(), strict=True):
+            lengths[one] += took + 1
+            accepted.append(took)
+    assert 0 in accepted
+    assert max(accepted) >= 2
     taken = {pool_of(stages).state_of(session.pages) for session in verifier.sessions}
     for was, now in zip(before, (states.matrices, states.tails), strict=True):
         others = [state for state in range(was.shape[1]) if state not in taken]
@@ -228,7 +228,6 @@ def test_many_rounds_leave_what_reading_everything_leaves(
     lengths, rounds, accepted = {1: 2, 2: 17, 3: 30}, 0, []
     for session_id, start in lengths.items():
         open_both(stages, session_id, text[: start + 1])
-    ints = partial(torch.tensor, dtype=torch.int32)
     while live := [one for one, length in lengths.items() if length < LAST]:
         script.noise = (0.02, 0.4, 0.8)[rounds % 3]
         live = source.sample(live, source.randint(1, len(live)))
