@@ -160,15 +160,20 @@ def test_a_drafter_alone_drafts_through_its_passes(config: ServingConfig, stages
     stages.drafter.release([1, 2])
 
 
+@pytest.mark.parametrize("nodes", [7, 15])
 def test_steps_that_are_off_are_not_used(
-    config: ServingConfig, stages: InProcessStages, caplog: pytest.LogCaptureFixture
+    config: ServingConfig, stages: InProcessStages, caplog: pytest.LogCaptureFixture, nodes: int
 ) -> None:
-    """A kernel that loses a row's sight of its ancestors: the verifier goes on without, and says why."""
+    """A kernel that loses rows' sight of ancestors in one size: all go on without, and it is said why."""
+
+    def blind_there(*args: Any, **options: Any) -> torch.Tensor:
+        return (blind if args[5].rows == nodes + 1 else plain_attention)(*args, **options)
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attend, "attend_to_tree", blind)
+        patch.setattr(attend, "attend_to_tree", blind_there)
         assert accelerated(config, target_of(stages)).finish(stages.verifier, stages.drafter) is None  # type: ignore[arg-type]
     assert stages.verifier._steps is None
-    assert "captured step is off by" in caplog.text
+    assert f"captured step of {nodes} nodes is off by" in caplog.text
     assert stages.verifier.usage().sessions == stages.verifier.usage().pages_used == 0
 
 

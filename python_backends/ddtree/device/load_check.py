@@ -8,8 +8,6 @@ what it says behind the same tokens read at once. This module knows what right i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from ddtree.device.messages import RoundRequest
@@ -21,8 +19,6 @@ from ddtree.types import DraftRequest, PrefillRequest, PrefillResult, SessionBat
 from ddtree.verify import TargetVerifier
 
 _PROMPT = 70  # tokens: with the usual pages, more than one
-_PARENTS = (0, 0, 1, 1, 2, 5)
-_DEPTHS = (1, 1, 2, 2, 2, 3)
 _ROUNDS = 3
 _NODES = 31  # most nodes of a tried tree
 _SESSION, _AT_ONCE = 0, 1
@@ -36,14 +32,18 @@ class Misfit(Exception):
 
 @torch.inference_mode()
 def check_steps(verifier: TargetVerifier, steps: TargetSteps) -> None:
-    """Hold a captured step to the packed forward.
+    """Hold the captured steps of one sequence to the packed forward: each size has kernels of its own.
 
     Raises:
-        Misfit: its logits are off.
+        Misfit: logits are off.
     """
-    read = _open(verifier, _SESSION, _prompt(verifier))
+    ids = _prompt(verifier)
+    read, room = _open(verifier, _SESSION, ids), _slots(verifier) - len(ids) - 1
+    counts = sorted({min(size.nodes, room) for size in steps.sizes if size.places == 1})
     try:
-        _compare(verifier, steps, _tree(verifier), int(read.next_tokens[0]), "a captured step")
+        for count in counts:
+            what = f"a captured step of {count} nodes"
+            _compare(verifier, steps, _tree(verifier, count), int(read.next_tokens[0]), what)
     finally:
         verifier.release([_SESSION])
 
@@ -135,11 +135,9 @@ def _batch(session: int, length: int) -> SessionBatch:
     return SessionBatch(torch.tensor([session]), zero, zero + length)
 
 
-def _tree(verifier: TargetVerifier) -> TreeBatch:
-    count = len(_PARENTS)
-    tokens = torch.arange(1, count + 1, dtype=torch.int32)[None] % verifier.target.vocab_size
-
-    def ints(values: Sequence[int]) -> torch.Tensor:
-        return torch.tensor([values], dtype=torch.int32)
-
-    return TreeBatch(tokens, ints(_PARENTS), ints(_DEPTHS), torch.tensor([count], dtype=torch.int32))
+def _tree(verifier: TargetVerifier, count: int) -> TreeBatch:
+    """A tree in which node i is a child of node i // 2, and the root has one."""
+    nodes = torch.arange(1, count + 1, dtype=torch.int32)[None]
+    depths = torch.tensor([[node.bit_length() for node in range(1, count + 1)]], dtype=torch.int32)
+    tokens = nodes % verifier.target.vocab_size
+    return TreeBatch(tokens, nodes // 2, depths, torch.tensor([count], dtype=torch.int32))
