@@ -153,6 +153,10 @@ class DraftingLoop:
                 self._settle(live, Status.SESSION_LOST)
             return None
 
+    def lost(self, live: Live) -> None:
+        """Note that the drafter did not have a sequence; one that it keeps losing drafts no more."""
+        self._settle(live, Status.SESSION_LOST)
+
     def _settle(self, live: Live, status: int) -> bool:
         """Note what became of a delivery; gives whether the drafter has the sequence."""
         if status == Status.OK:

@@ -144,10 +144,12 @@ class ResidentRounds:
         self,
         rounds: WholeRounds,
         planner: RoundPlanner,
+        lost: Callable[[Live], None],
         timer: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._rounds = rounds
         self._planner = planner
+        self._lost = lost  # told of a sequence that the drafter did not have
         self._timer = timer
         self.choice = RoundChoice(rounds.sizes)
 
@@ -177,11 +179,12 @@ class ResidentRounds:
                 session = live.sequence.session_id
                 self.choice.learn(session, log_probs[index, : counts[index]], accepted[index])
             if int(result.draft_status[index]) != Status.OK:
-                live.draft.lose()
+                self._lost(live)
             else:
                 self._follow(live, drafters[index], accepted[index] + 1)
         wall_ms = (self._timer() - started) * 1e3
-        self.choice.observe(len(batch), nodes, sum(result.stage_ms.values()), wall_ms)
+        if all(is_held):  # else the round was a smaller one than was asked for
+            self.choice.observe(len(batch), nodes, sum(result.stage_ms.values()), wall_ms)
         self.choice.forget({live.sequence.session_id for live in batch})
         drafting = [live for live, budget in zip(batch, budgets, strict=True) if budget]
         return ResidentRound(result, drafting)

@@ -19,7 +19,7 @@ from ddtree.config import ServingConfig
 from ddtree.device.buffers import StepSize
 from ddtree.device.graphs import GraphMaker
 from ddtree.device.loading import Preparation, prepare_rounds
-from ddtree.device.messages import RoundRequest
+from ddtree.device.messages import RoundRequest, RoundResult
 from ddtree.draft import Drafter
 from ddtree.engine import Engine
 from ddtree.events import RoundDone
@@ -285,3 +285,22 @@ def test_lost_sessions_are_told_and_the_others_served(stages: InProcessStages, t
     assert result.bonus_tokens[1] == text[20]
     for stage in (stages.verifier, stages.drafter):
         stage.release([1, 2, 3])
+
+
+async def test_a_drafter_that_keeps_losing_a_sequence_is_given_up(
+    stages: InProcessStages, pair: tuple[Path, Path], text: list[int]
+) -> None:
+    rounds = Rounds()
+    async with engine_over(stages, pair[0], rounds) as engine:
+        assert stages._rounds is not None
+        run = stages._rounds.run
+
+        def losing(asked: RoundRequest) -> RoundResult:
+            stages.drafter.release(asked.sessions.ids.tolist())
+            return run(asked)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(stages._rounds, "run", losing)
+            (sink,) = await generate_all(engine, [request(text, 20, "tree", 3)])
+    assert sink.token_ids == text[20 : 20 + TOKENS]
+    assert [bool(done.drafting) for done in rounds] == [True] * 4 + [False] * (TOKENS - 5)
