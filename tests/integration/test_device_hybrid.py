@@ -19,11 +19,9 @@ from ddtree import assembly
 from ddtree.config import ServingConfig
 from ddtree.device import accelerate, loading
 from ddtree.device.buffers import StepSize
-from ddtree.device.graphs import GraphMaker
-from ddtree.device.loading import Preparation, prepare_rounds
+from ddtree.device.loading import Preparation
 from ddtree.device.messages import RoundRequest
 from ddtree.device.steps import TargetSteps, sizes_for
-from ddtree.draft import Drafter
 from ddtree.hybrid_cache import HybridPool
 from ddtree.models.target import TargetModel
 from ddtree.params import DraftMode
@@ -31,15 +29,16 @@ from ddtree.sessions import Session
 from ddtree.stages.in_process import InProcessStages
 from ddtree.staging import stage
 from ddtree.types import AUTO_BUDGET, SessionBatch, TreeBatch, VerifyRequest
+from tests.fakes.device_stages import Rounds, engine_over, open_both, scripted_stages
 from tests.fakes.hybrid_families import make_hybrid
 from tests.fakes.hybrid_runner import PlainTarget
 from tests.fakes.pipeline import generate_all
 from tests.fakes.plain_kernels import in_place_of_kernels
 from tests.fakes.random_trees import depths_of, random_parents
-from tests.fakes.scripted_draft import Script, ScriptedDrafter
+from tests.fakes.scripted_draft import Script
 from tests.fakes.target_families import LAYERS
 from tests.fakes.tiny_models import make_draft
-from tests.integration.test_device_rounds import Rounds, engine_over, open_both, request
+from tests.integration.test_device_rounds import request
 
 # One sequence drafts in room for three, so places are empty; the engine lets it take the general way.
 ints = partial(torch.tensor, dtype=torch.int32)
@@ -82,17 +81,7 @@ def stages(pair: tuple[Path, Path], script: Script) -> InProcessStages:
         *pair, dtype="float32", device="cpu", page_size=16, kv_cache_mib=4, draft_kv_cache_mib=4,
         state_cache_mib=2, max_nodes=16, max_step_nodes=48, max_sequences=3,
     )  # fmt: skip
-    loaded = assembly.load_in_process(config)
-    verifier, drafter = loaded.verifier, loaded.drafter
-    assert isinstance(drafter, Drafter)
-    assert isinstance(verifier.target, TargetModel)
-    drafter.__class__ = ScriptedDrafter
-    assert isinstance(drafter, ScriptedDrafter)
-    drafter.script = script
-    wanted = Preparation(SIZES, CONTEXT, config.max_nodes, repeats=1)
-    rounds = prepare_rounds(verifier, drafter, verifier.target, wanted, GraphMaker(verifier.target.device))
-    script.is_checked = True
-    return InProcessStages(verifier, drafter, rounds=rounds)
+    return scripted_stages(config, script, Preparation(SIZES, CONTEXT, config.max_nodes, repeats=1))
 
 
 def test_steps_are_prepared_for_what_the_stash_holds(

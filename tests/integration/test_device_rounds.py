@@ -5,8 +5,7 @@ And after many rounds both caches hold what reading everything at once leaves th
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,25 +13,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from ddtree import assembly, drafting
+from ddtree import drafting
 from ddtree.config import ServingConfig
 from ddtree.device.buffers import StepSize
-from ddtree.device.graphs import GraphMaker
-from ddtree.device.loading import Preparation, prepare_rounds
+from ddtree.device.loading import Preparation
 from ddtree.device.messages import RoundRequest, RoundResult
-from ddtree.draft import Drafter
-from ddtree.engine import Engine
-from ddtree.events import RoundDone
-from ddtree.models.target import TargetModel
 from ddtree.params import DraftMode, GenerationParams
 from ddtree.sampling_spec import SamplingSpec
-from ddtree.scheduler import Scheduler
 from ddtree.stages.in_process import InProcessStages
-from ddtree.text import TextCodec
-from ddtree.types import AUTO_BUDGET, DraftRequest, PrefillRequest, SessionBatch, Status
-from tests.fakes.pipeline import GreedyReference, generate_all, idle
+from ddtree.types import AUTO_BUDGET, SessionBatch, Status
+from tests.fakes.device_stages import Rounds, engine_over, open_both, scripted_stages
+from tests.fakes.pipeline import GreedyReference, generate_all
 from tests.fakes.plain_kernels import in_place_of_kernels
-from tests.fakes.scripted_draft import Script, ScriptedDrafter
+from tests.fakes.scripted_draft import Script
 from tests.fakes.tiny_models import make_draft, make_target
 
 SIZES = tuple(StepSize(places, nodes) for places in (1, 3) for nodes in (0, 3, 12))
@@ -72,43 +65,7 @@ def stages(pair: tuple[Path, Path], script: Script) -> InProcessStages:
     config = ServingConfig(
         *pair, dtype="float32", device="cpu", page_size=16, kv_cache_mib=2, draft_kv_cache_mib=1
     )
-    loaded = assembly.load_in_process(config)
-    verifier, drafter = loaded.verifier, loaded.drafter
-    assert isinstance(drafter, Drafter)
-    assert isinstance(verifier.target, TargetModel)
-    drafter.__class__ = ScriptedDrafter
-    assert isinstance(drafter, ScriptedDrafter)
-    drafter.script = script
-    wanted = Preparation(SIZES, TEXT, config.max_nodes, repeats=1)
-    rounds = prepare_rounds(verifier, drafter, verifier.target, wanted, GraphMaker(verifier.target.device))
-    script.is_checked = True
-    return InProcessStages(verifier, drafter, rounds=rounds)
-
-
-class Rounds(list[RoundDone]):
-    """Keeps what happened in each round."""
-
-    def __call__(self, event: object) -> None:
-        if isinstance(event, RoundDone):
-            self.append(event)
-
-
-@asynccontextmanager
-async def engine_over(stages: InProcessStages, folder: Path, rounds: Rounds) -> AsyncIterator[Engine]:
-    """An engine over the stages, which stay open; afterwards both hold nothing."""
-    scheduler = Scheduler(max_sequences=3, max_waiting=64, prefill_chunk=16)
-    verifier, drafter = stages.verifier, stages.drafter
-    own = InProcessStages(verifier, drafter, rounds=stages._rounds)
-    codec = TextCodec.from_folder(folder)
-    engine = Engine(own, codec, scheduler=scheduler, feed_chunk=8, observe=rounds)
-    await engine.start()
-    try:
-        yield engine
-        await idle(engine)
-        verifier.check_integrity()
-        assert verifier.usage().pages_used == drafter.info().usage.pages_used == 0
-    finally:
-        await engine.stop()
+    return scripted_stages(config, script, Preparation(SIZES, TEXT, config.max_nodes, repeats=1))
 
 
 def request(
@@ -198,18 +155,6 @@ async def test_a_drafter_far_behind_is_brought_up_in_several_rounds(
     sizes = [sum(done.tree_sizes) for done in rounds[1:]]
     assert not any(sizes[:3]), "96 tokens are cached, and some are committed meanwhile"
     assert all(sizes[4:-1])
-
-
-def open_both(stages: InProcessStages, session: int, ids: Sequence[int]) -> None:
-    """Let both stages read all ids but the last, which is the root."""
-    count = torch.tensor([len(ids) - 1], dtype=torch.int32)
-    zero = torch.zeros(1, dtype=torch.int32)
-    one = SessionBatch(torch.tensor([session]), zero, zero)
-    tokens = torch.tensor(ids[:-1], dtype=torch.int32)
-    reserve = torch.tensor([TEXT + 20], dtype=torch.int32)
-    read = stages.verifier.prefill(PrefillRequest(one, tokens, count, reserve))
-    drafter = stages.drafter
-    drafter.draft(DraftRequest(one, tokens, read.features, count, tokens[:1], reserve, depth=0, width=0))
 
 
 def held(stages: InProcessStages, session: int, count: int) -> list[torch.Tensor]:
