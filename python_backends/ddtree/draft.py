@@ -230,11 +230,8 @@ class Drafter:
             start += count
 
     def _width(self, wanted: int) -> int:
-        """Candidates per position. A selector is made for a number of its own, whatever a tree can use."""
-        if self.model.candidate_selector is not None:
-            return self.model.candidate_selector.top_k
         choices = self._embedding.shape[0] if self._target_ids is None else len(self._target_ids)
-        return min(wanted, choices)
+        return self.model.width(wanted, choices)
 
     def _candidates(
         self, sessions: Sequence[Session], roots: torch.Tensor, depth: int, width: int

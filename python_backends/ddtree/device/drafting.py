@@ -160,14 +160,9 @@ class DeviceDraft:
         return self._model.candidate_selector is not None
 
     def width(self, wanted: int) -> int:
-        """Candidates per position that `draft` gives when so many are wanted.
-
-        A selector is made for a number of its own, and nobody can have more than there are tokens to draft.
-        """
-        if self._model.candidate_selector is not None:
-            return self._model.candidate_selector.top_k
+        """Candidates per position that `draft` gives when so many are wanted, see `DFlashDraft.width`."""
         choices = self._embedding.shape[0] if self._target_ids is None else len(self._target_ids)
-        return min(wanted, choices)
+        return self._model.width(wanted, choices)
 
     @torch.inference_mode()
     def draft(self, roots: torch.Tensor, rows: DeviceRows, width: int) -> DeviceCandidates:

@@ -113,6 +113,13 @@ class DFlashDraft(nn.Module):
         normed: torch.Tensor = self.norm(hidden)
         return normed.view(num_sequences, block_size, hidden_size)
 
+    def width(self, wanted: int, choices: int) -> int:
+        """Candidates per position when so many are wanted of `choices` tokens to draft.
+
+        A selector is made for a number of its own, whatever a tree can use.
+        """
+        return min(wanted, choices) if self.candidate_selector is None else self.candidate_selector.top_k
+
     def finish_logits(self, head_output: torch.Tensor) -> torch.Tensor:
         """Turn the target head's output for drafted rows into the drafter's logits; any shape."""
         logits = head_output

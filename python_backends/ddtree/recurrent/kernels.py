@@ -21,7 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ddtree.device.kernels.gated_delta import LayerKernels
+from ddtree.device.kernels.gated_delta import LayerKernels, along_path
 
 _LEAST_DOT = 16  # smallest side of Triton's matrix product
 
@@ -176,18 +176,9 @@ def _convolve_kernel(
 ):  # fmt: skip
     row, channel = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_channel = channel < channels
-    total = tl.zeros((BLOCK,), dtype=tl.float32)
-    for position in tl.static_range(KERNEL):
-        source = tl.load(windows + row * KERNEL + position)
-        in_tail = source < num_tails
-        state = tl.load(states + source // (KERNEL - 1), mask=in_tail, other=0)
-        from_tail = (state * (KERNEL - 1) + source % (KERNEL - 1)) * channels + channel
-        from_rows = (source - num_tails) * channels + channel
-        in_rows = source >= num_tails
-        value = tl.load(tails + from_tail, mask=is_channel & in_tail, other=0.0).to(tl.float32)
-        value += tl.load(inputs + from_rows, mask=is_channel & in_rows, other=0.0).to(tl.float32)
-        factor = tl.load(weight + channel * KERNEL + position, mask=is_channel, other=0.0)
-        total += value * factor.to(tl.float32)
+    total = along_path(
+        inputs, tails, weight, windows, states, row, channel, is_channel, num_tails, channels, KERNEL
+    )  # fmt: skip
     tl.store(outputs + row * channels + channel, total, mask=is_channel)
 
 

@@ -20,6 +20,26 @@ _NORM_EPS = 1e-6  # of `gated_delta.unit`
 
 
 @triton.jit
+def along_path(  # noqa: ANN201 - kernels have no types of Python's
+    inputs, tails, weight, windows, states, row, channel, inside, num_tails, channels, KERNEL: tl.constexpr
+):  # fmt: skip
+    """A row's convolution over itself, its nearest ancestors and the session's tail, float32 per channel."""
+    total = tl.zeros(channel.shape, dtype=tl.float32)
+    for position in tl.static_range(KERNEL):
+        source = tl.load(windows + row * KERNEL + position)
+        in_tail = source < num_tails
+        state = tl.load(states + source // (KERNEL - 1), mask=in_tail, other=0)
+        from_tail = (state * (KERNEL - 1) + source % (KERNEL - 1)) * channels + channel
+        from_rows = (source - num_tails) * channels + channel
+        in_rows = source >= num_tails
+        value = tl.load(tails + from_tail, mask=inside & in_tail, other=0.0).to(tl.float32)
+        value += tl.load(inputs + from_rows, mask=inside & in_rows, other=0.0).to(tl.float32)
+        factor = tl.load(weight + channel * KERNEL + position, mask=inside, other=0.0)
+        total += value * factor.to(tl.float32)
+    return total
+
+
+@triton.jit
 def _heads_kernel(
     inputs, tails, weight, windows, states, queries, keys, values, kept,
     num_tails, channels, key_heads, key_dim, value_heads, value_dim, scale, eps,
@@ -33,18 +53,9 @@ def _heads_kernel(
     lane = tl.arange(0, WIDTH)
     inside = lane < size
     channel = tl.where(is_value, value_first, head * key_dim) + lane
-    total = tl.zeros((WIDTH,), dtype=tl.float32)
-    for position in tl.static_range(KERNEL):
-        source = tl.load(windows + row * KERNEL + position)
-        in_tail = source < num_tails
-        state = tl.load(states + source // (KERNEL - 1), mask=in_tail, other=0)
-        from_tail = (state * (KERNEL - 1) + source % (KERNEL - 1)) * channels + channel
-        from_rows = (source - num_tails) * channels + channel
-        in_rows = source >= num_tails
-        value = tl.load(tails + from_tail, mask=inside & in_tail, other=0.0).to(tl.float32)
-        value += tl.load(inputs + from_rows, mask=inside & in_rows, other=0.0).to(tl.float32)
-        factor = tl.load(weight + channel * KERNEL + position, mask=inside, other=0.0)
-        total += value * factor.to(tl.float32)
+    total = along_path(
+        inputs, tails, weight, windows, states, row, channel, inside, num_tails, channels, KERNEL
+    )  # fmt: skip
     own = tl.load(inputs + row * channels + channel, mask=inside, other=0.0)
     tl.store(kept + row * channels + channel, own, mask=inside)
     convolved = total.to(inputs.dtype.element_ty).to(tl.float32)
