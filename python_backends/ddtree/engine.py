@@ -226,7 +226,7 @@ class Engine:
         watch.lap("verify")
         note_round(batch, Verified(drafting, self._drafts.promise, trees, verdict, watch.ms))
         self._drafts.learn(verdict)
-        emitted = self._commit(batch, verdict, verdict.features)
+        emitted = self._commit(batch, verdict)
         watch.lap("commit")
         nodes = int(verdict.node_counts.sum())
         cost = self._plan.cost
@@ -250,7 +250,7 @@ class Engine:
         watch = events.StopWatch(self._timer)
         done = await resident.run(batch)
         watch.lap("verify")
-        emitted = self._commit(batch, done.result, None)
+        emitted = self._commit(batch, done.result)
         watch.lap("commit")
         nodes = done.result.node_counts.tolist()
         plain_ms = resident.choice.plain_ms(len(batch)) + watch.ms["commit"]
@@ -260,13 +260,10 @@ class Engine:
         )
         self._observe(events.RoundDone(batch, done.drafting, nodes, record))
 
-    def _commit(
-        self, batch: Batch[Live], verdict: VerifyResult | RoundResult, features: torch.Tensor | None
-    ) -> int:
+    def _commit(self, batch: Batch[Live], verdict: VerifyResult | RoundResult) -> int:
         """Append what was accepted to each sequence; gives how many tokens were emitted.
 
-        The drafter is owed the features of what was committed, `[sum of path + 1, H]`; without any it has
-        them already.
+        The drafter is owed the features of what was committed, unless it was a whole round's part.
         """
         emitted = start = 0
         # As lists at once: taking numbers out of a tensor one by one is most of what this costs.
@@ -278,12 +275,14 @@ class Engine:
                 continue
             count = counts[index]
             accepted = paths[index][:count]
-            if features is not None:
-                live.draft.owe([live.sequence.root_token, *accepted], features[start : start + count + 1])
+            known = _NOTHING_KNOWN
+            if isinstance(verdict, VerifyResult):
+                features = verdict.features[start : start + count + 1]
+                live.draft.owe([live.sequence.root_token, *accepted], features)
                 start += count + 1
+                known = verdict.log_probs[index, : count + 1]
             live.committed += count + 1
             live.recoveries = 0
             tokens = [*accepted, bonus[index]]
-            known = _NOTHING_KNOWN if isinstance(verdict, RoundResult) else verdict.log_probs[index]
-            emitted += self._verdicts.append(live, tokens, nodes[index], known[: count + 1])
+            emitted += self._verdicts.append(live, tokens, nodes[index], known)
         return emitted
