@@ -183,6 +183,7 @@ def turn(
         SIZE=heads.size, HALF=half, HALF_BLOCK=triton.next_power_of_2(half),
         REST_BLOCK=triton.next_power_of_2(rest) if rest else 0,
         HAS_NORM=heads.query_norm is not None, HEADS=at_once, num_warps=1,
+        enable_fp_fusion=False,  # a product is rounded before it is added, as transformers rounds it
     )  # fmt: skip
 
 
