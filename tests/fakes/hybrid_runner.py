@@ -44,20 +44,28 @@ class Tree:
 class HybridRunner:
     """Runs steps of one target."""
 
-    def __init__(self, target: TargetModel, *, sequences: int, slots: int, rows: int = 600) -> None:
+    def __init__(
+        self,
+        target: TargetModel,
+        *,
+        sequences: int,
+        slots: int,
+        rows: int = 600,
+        device: torch.device = CPU,
+    ) -> None:
         shape = target.state_shape()
         assert shape is not None
         self.target = target
-        self.states = StatePool(shape, PoolSize(sequences, rows), CPU)
+        self.states = StatePool(shape, PoolSize(sequences, rows), device)
         bytes_per_slot = target.cache_shape(0).bytes_per_slot
         self.pool = HybridPool(
             target.cache_shape(0),
             self.states,
             budget_bytes=sequences * (slots + 16) * bytes_per_slot,
             page_size=16,
-            device=CPU,
+            device=device,
         )
-        self._slots = slots
+        self._slots, self._device = slots, device
 
     def open(self) -> RunningSequence:
         pages = self.pool.reserve(self._slots)
@@ -68,7 +76,7 @@ class HybridRunner:
         """Commit a chunk of each."""
         segments, start = [], 0
         for sequence, chunk in zip(sequences, chunks, strict=True):
-            depths = torch.arange(len(chunk))
+            depths = torch.arange(len(chunk), device=self._device)
             prefix = len(sequence.ids)
             segments.append(Segment(start, len(chunk), sequence.pages, prefix, depths, None))
             start += len(chunk)
@@ -80,9 +88,9 @@ class HybridRunner:
         """Run a tree of each; nothing is committed."""
         segments, start = [], 0
         for sequence, tree in zip(sequences, trees, strict=True):
-            rows, depths = len(tree.tokens), torch.tensor(depths_of(tree.parents))
+            rows, depths = len(tree.tokens), torch.tensor(depths_of(tree.parents), device=self._device)
             is_chain = tree.parents == list(range(rows - 1))
-            sees = None if is_chain else sees_of(tree.parents)
+            sees = None if is_chain else sees_of(tree.parents).to(self._device)
             prefix = len(sequence.ids)
             segments.append(Segment(start, rows, sequence.pages, prefix, depths, sees))
             start += rows
@@ -91,7 +99,8 @@ class HybridRunner:
         return Staged(self, list(sequences), list(trees), plan, step.logits)
 
     def _forward(self, tokens: Sequence[int], plan: StepPlan) -> TargetStep:
-        return self.target.forward(torch.tensor(tokens), plan, torch.arange(len(tokens)))
+        ids = torch.tensor(tokens, device=self._device)
+        return self.target.forward(ids, plan, torch.arange(len(ids), device=self._device))
 
 
 @dataclass(frozen=True)
@@ -113,13 +122,15 @@ class Staged:
         """Keep of each sequence the path from the root to a node."""
         assert self.plan.recurrent is not None
         paths = [path_to(tree.parents, node) for tree, node in zip(self.trees, nodes, strict=True)]
-        lengths = torch.tensor([len(path) for path in paths])
-        padded = torch.full((len(paths), int(lengths.max())), 10**6)  # beyond a path nothing may be read
+        device = self.logits.device
+        lengths = torch.tensor([len(path) for path in paths], device=device)
+        # Beyond a path nothing may be read.
+        padded = torch.full((len(paths), int(lengths.max())), 10**6, device=device)
         source, target = [], []
         for index, (sequence, path) in enumerate(zip(self.sequences, paths, strict=True)):
-            padded[index, : len(path)] = torch.tensor(path)
+            padded[index, : len(path)] = torch.tensor(path, device=device)
             segment, prefix = self.plan.segments[index], len(sequence.ids)
-            source.append(self.plan.slots[segment.start + torch.tensor(path)])
+            source.append(self.plan.slots[segment.start + torch.tensor(path, device=device)])
             target.append(sequence.pages.slots[prefix : prefix + len(path)])
             sequence.ids += self.trees[index].path(nodes[index])
         self.plan.recurrent.commit(padded, lengths)
@@ -129,8 +140,10 @@ class Staged:
 class PlainTarget:
     """The same checkpoint run by transformers alone."""
 
-    def __init__(self, folder: Path) -> None:
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    def __init__(self, folder: Path, dtype: torch.dtype = torch.float32) -> None:
+        # One expert after another: PyTorch groups their products in float32 and less only.
+        experts = {"experts_implementation": "eager"} if dtype == torch.float64 else {}
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **experts).eval()
 
     @torch.inference_mode()
     def logits(self, ids: Sequence[int]) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -42,7 +42,7 @@ def load(folder: Path, dtype: str = "float32") -> TargetModel:
 
 def far(found: torch.Tensor, expected: torch.Tensor) -> float:
     """Off by how much of the largest value."""
-    return float((found.float() - expected).abs().max() / expected.abs().max().clamp(min=1))
+    return float((found.to(expected.dtype) - expected).abs().max() / expected.abs().max().clamp(min=1))
 
 
 def tokens(source: random.Random, count: int) -> list[int]:
@@ -51,6 +51,12 @@ def tokens(source: random.Random, count: int) -> list[int]:
 
 def random_tree(source: random.Random, nodes: int, reach: int | None = None) -> Tree:
     return Tree(tokens(source, nodes + 1), random_parents(source, nodes, reach=reach))
+
+
+def rounding_of(folder: Path, paths: Sequence[list[int]]) -> float:
+    """How far float32 is from float64 in transformers' own forward of some paths."""
+    plain, exact = PlainTarget(folder), PlainTarget(folder, torch.float64)
+    return max(far(plain.logits(path)[-1].double(), exact.logits(path)[-1]) for path in paths)
 
 
 @pytest.mark.parametrize("family", HYBRIDS)
@@ -65,13 +71,17 @@ def test_every_node_has_the_logits_of_its_path(checkpoints: Checkpoints, family:
     sequences = [runner.open() for _ in prompts]
     runner.prefill(sequences, prompts)
     together = runner.stage(sequences, trees)
+    # Two ways of adding up in float32 differ by what each is off, and that depends on the processor.
+    longest = [[*prompts[index], *trees[index].path(len(trees[index].tokens) - 1)] for index in (3, 4, 5)]
+    bound = max(EXACT, 4 * rounding_of(checkpoints(family), longest))
+    assert bound < 1e-4
     for index, (prompt, tree) in enumerate(zip(prompts, trees, strict=True)):
         found = together.logits_of(index)
         alone = runner.stage([sequences[index]], [tree])
-        assert far(found, alone.logits) <= EXACT
+        assert far(found, alone.logits) <= bound
         nodes = range(len(tree.tokens)) if len(tree.tokens) < 50 else source.sample(range(257), 12)
         for node in nodes:
-            assert far(found[node], plain.logits([*prompt, *tree.path(node)])[-1]) <= EXACT
+            assert far(found[node], plain.logits([*prompt, *tree.path(node)])[-1]) <= bound
 
 
 @pytest.mark.parametrize("family", HYBRIDS)

@@ -24,6 +24,7 @@ from ddtree.recurrent.kernels import TreeKernels
 from ddtree.recurrent.layer import LayerRows
 from ddtree.recurrent.state_pool import PoolSize, StatePool, StateShape
 from ddtree.recurrent.step import RecurrentStep, Span
+from tests.fakes.device import DEVICE
 from tests.fakes.hybrid_families import make_hybrid
 from tests.fakes.hybrid_runner import HybridRunner, Tree
 from tests.fakes.random_trees import depths_of, path_to, random_parents, sees_of
@@ -38,7 +39,7 @@ SHAPE = StateShape(
 
 def make_pools(shape: StateShape, states: int, rows: int) -> list[StatePool]:
     """One without kernels, one with; the stash is poisoned: nothing may be read that was not written."""
-    pools = [StatePool(shape, PoolSize(states, rows), CPU, kernels) for kernels in (None, KERNELS)]
+    pools = [StatePool(shape, PoolSize(states, rows), DEVICE, kernels) for kernels in (None, KERNELS)]
     generator = torch.Generator().manual_seed(0)
     matrices = torch.randn(pools[0].matrices.shape, generator=generator)
     tails = torch.randn(pools[0].tails.shape, generator=generator).to(shape.dtype)
@@ -54,16 +55,18 @@ def spans_of(trees: Sequence[list[int]], states: Sequence[int]) -> list[Span]:
     spans, start = [], 0
     for parents, state in zip(trees, states, strict=True):
         count = len(parents) + 1
-        spans.append(Span(start, count, state, torch.tensor(depths_of(parents)), sees_of(parents)))
+        depths, sees = torch.tensor(depths_of(parents)), sees_of(parents)
+        spans.append(Span(start, count, state, depths.to(DEVICE), sees.to(DEVICE)))
         start += count
     return spans
 
 
 def run_layer(step: RecurrentStep, layer: int, count: int) -> list[torch.Tensor]:
     generator, shape = torch.Generator().manual_seed(layer), step.pool.shape
+    device = step.pool.matrices.device
 
     def normal(*sizes: int) -> torch.Tensor:
-        return torch.randn(sizes, generator=generator)
+        return torch.randn(sizes, generator=generator).to(device)
 
     convolved = step.convolve(layer, normal(count, shape.channels).to(shape.dtype), normal(shape.channels, 4))
     heads = (shape.key_heads, shape.key_dim)
@@ -76,8 +79,9 @@ def run_layer(step: RecurrentStep, layer: int, count: int) -> list[torch.Tensor]
 
 
 def far(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Off by how much of the largest value."""
     assert torch.isfinite(expected).all()
-    return float((found - expected).abs().max())
+    return float((found - expected).abs().max() / expected.abs().max().clamp(min=1))
 
 
 @pytest.mark.parametrize(("dtype", "large"), [(torch.float32, 32), (torch.bfloat16, 3)])
@@ -100,7 +104,7 @@ def test_sequences_with_trees_of_their_own(dtype: torch.dtype, large: int) -> No
         padded[index, : len(path)] = torch.tensor(path)[: padded.shape[1]]
     before = pools[0].matrices[:, 4].clone()
     for step in steps:
-        step.commit(padded, lengths)
+        step.commit(padded.to(DEVICE), lengths.to(DEVICE))
     assert far(pools[1].matrices, pools[0].matrices) <= EXACT
     assert torch.equal(pools[1].tails, pools[0].tails)
     assert torch.equal(pools[1].matrices[:, 4], before)
@@ -122,20 +126,20 @@ def test_repeated_tokens_that_never_fade_stay_exact() -> None:
         step = RecurrentStep.build(pool, spans_of([list(range(63))], [0]), keeps=False)
         key = unit(torch.ones(64, 1, 8))
         values = torch.randn((64, 1, 16), generator=torch.Generator().manual_seed(3))
-        rows = LayerRows(key, key, values, torch.zeros(64, 1), torch.full((64, 1), 0.999))
-        outputs.append(step.mix(0, rows))
+        parts = (key, key, values, torch.zeros(64, 1), torch.full((64, 1), 0.999))
+        outputs.append(step.mix(0, LayerRows(*(part.to(DEVICE) for part in parts))))
     assert far(outputs[1], outputs[0]) <= EXACT
 
 
 def test_a_target_runs_on_them(tmp_path: Path) -> None:
     """Logits of a tree, its commit and the tree after it; prompts are read without kernels."""
     source = random.Random(4)
-    target = TargetModel.load(make_hybrid(tmp_path, "qwen3.5"), dtype="float32", device=CPU, taps=(0,))
+    target = TargetModel.load(make_hybrid(tmp_path, "qwen3.5"), dtype="float32", device=DEVICE, taps=(0,))
     prompt = [source.randrange(256) for _ in range(9)]
     trees = [Tree([source.randrange(256) for _ in range(8)], random_parents(source, 7)) for _ in range(2)]
     outputs = []
     for kernels in (None, KERNELS):
-        runner = HybridRunner(target, sequences=1, slots=64)
+        runner = HybridRunner(target, sequences=1, slots=64, device=DEVICE)
         runner.states.kernels = kernels
         sequence = runner.open()
         runner.prefill([sequence], [prompt])
@@ -243,10 +247,10 @@ def test_kernels_are_tried_before_they_are_used(caplog: pytest.LogCaptureFixture
         raise ImportError("No module\nnamed 'triton'")
 
     assert kernels_for(CPU) is None
-    assert tried(CPU, lambda: KERNELS) is KERNELS
+    assert tried(DEVICE, lambda: KERNELS) is KERNELS
     with caplog.at_level(logging.WARNING):
-        assert tried(CPU, missing) is None
-        assert tried(CPU, _NoLaunch) is None
+        assert tried(DEVICE, missing) is None
+        assert tried(DEVICE, _NoLaunch) is None
     said = [record.getMessage() for record in caplog.records]
     assert "No module named 'triton'" in said[0]
     assert all("without kernels" in line for line in said)
