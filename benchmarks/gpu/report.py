@@ -126,3 +126,40 @@ def batch_table(result: Mapping[str, Any]) -> Table | None:
         speeds = (f"{row['tokens_per_s'][mode]:.0f}" for mode in ("tree", "chain", "off"))
         shown.add_row(str(row["batch"]), *speeds, f"{row['tree_over_plain']:.2f}")
     return shown
+
+
+def exact_table(result: Mapping[str, Any]) -> Table | None:
+    """What was compared and how far it was off; None when nothing was."""
+    facts = found(result, "sections", "exact")
+    if not facts or "prompts" not in facts:
+        return None
+    shown = Table(
+        title="Against other ways to the same answer: ppm of the largest value that float32 is off by"
+    )
+    shown.add_column("")
+    shown.add_column("compared", justify="right")
+    shown.add_column("outcome", justify="right")
+    drafted = " / ".join(_number(facts.get(f"{dtype}_per_round")) for dtype in ("bfloat16", "float32"))
+    gap = facts.get("greedy_first_gap_millionths")
+    rows = (
+        ("greedy", "greedy tokens = transformers' generate", "greedy_of", _share(facts, gap)),
+        ("steps", "captured steps = general way", "steps_captured", _number(facts.get("steps_off_ppm"))),
+        ("steps", "node = its path as a prompt", "nodes_read", _number(facts.get("nodes_off_ppm"))),
+        ("rounds", "caches after rounds = reading at once", "rounds", _number(facts.get("caches_off_ppm"))),
+        ("bfloat16", "tokens per round, bfloat16/float32", "prompts", drafted),
+    )
+    for part, title, count, outcome in rows:
+        why = facts.get(f"{part}_error")
+        if why is None and count in ("steps_captured", "rounds"):
+            why = facts.get(f"{part}_skipped")
+        shown.add_row(title, str(facts.get(count, "–")), outcome if why is None else str(why))
+    return shown
+
+
+def _share(facts: Mapping[str, Any], gap: float | None) -> str:
+    same = f"{facts.get('greedy_same', '–')} the same"
+    return same if gap is None else f"{same}; the first other at a gap of {gap / 1e6:.2g}"
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.3g}"

@@ -22,6 +22,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from benchmarks.gpu import picture, report
 from benchmarks.gpu.card import describe_card, read_state
 from benchmarks.gpu.demo import measure_demo
+from benchmarks.gpu.exact import measure_exact
 from benchmarks.gpu.hybrid import measure_hybrid
 from benchmarks.gpu.limits import measure_limits
 from benchmarks.gpu.seam import WAYS
@@ -49,6 +50,7 @@ SECTIONS: Mapping[str, Callable[[Setting], Facts]] = {
     "demo": measure_demo,
     "hybrid": measure_hybrid,
     "topologies": measure_topologies,
+    "exact": measure_exact,
 }
 _LARGE = frozenset({"stages", "hybrid"})  # tens of gigabytes of weights, drawn on the device
 
@@ -249,7 +251,11 @@ def main(
     results = run(setting, sections, out, console)
     # In a log file there is no width to keep to.
     shown = Console(width=None if sys.stdout.isatty() else _LOG_WIDTH)
-    tables = (*report.stage_tables(results.result), report.batch_table(results.result))
+    tables = (
+        *report.stage_tables(results.result),
+        report.batch_table(results.result),
+        report.exact_table(results.result),
+    )
     for table in filter(None, (*tables, report.figure_table(results.result))):
         shown.print(table)
     console.print(f"Written: {out}", soft_wrap=True)

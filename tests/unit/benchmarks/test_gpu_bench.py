@@ -12,6 +12,7 @@ from click.testing import CliRunner, Result
 
 from benchmarks.gpu import picture, report
 from benchmarks.gpu.eager import EagerRound
+from benchmarks.gpu.exact import WAYS as ENGINE_WAYS
 from benchmarks.gpu.figures import FIGURES, summarise, table
 from benchmarks.gpu.limits import MemoryLimits
 from benchmarks.gpu.on_device import DeviceRound
@@ -64,7 +65,7 @@ def test_every_figure_that_applies_is_there(rehearsed: Path) -> None:
 
 def test_no_section_failed_and_who_did_not_run_says_why(rehearsed: Path) -> None:
     sections = json.loads(rehearsed.read_text())["sections"]
-    assert set(sections) == {"limits", "stages", "demo", "hybrid", "topologies"}
+    assert set(sections) == {"limits", "stages", "demo", "hybrid", "topologies", "exact"}
     assert [name for name, facts in sections.items() if "error" in facts] == []
     assert sections["topologies"]["skipped"] == "needs Triton; ask for it with --triton"
     assert "--dflash" in sections["demo"]["absent"]["dflash"]
@@ -132,7 +133,7 @@ def test_a_result_file_that_cannot_be_written_is_one_line(tmp_path: Path) -> Non
 def test_an_unknown_section_is_one_line(tmp_path: Path) -> None:
     outcome = rehearse(tmp_path / "gpu.json", "--only", "stages,nonsense")
     assert outcome.exit_code == 2
-    assert "no nonsense among stages, demo, hybrid, topologies" in outcome.output
+    assert "no nonsense among stages, demo, hybrid, topologies, exact" in outcome.output
 
 
 def test_a_verdict_knows_which_way_is_better() -> None:
@@ -196,6 +197,19 @@ def test_rounds_on_the_device_are_replayed_and_choose_the_same_tokens(
             assert set(bench.plain()) == {"verify"}
             assert set(bench.round(20)) == {"draft", "build", "verify"}
     assert bool(pair.chooser.choices()) is is_fused
+
+
+def test_every_way_of_decoding_is_compared_with_transformers(rehearsed: Path, tmp_path: Path) -> None:
+    exact = json.loads(rehearsed.read_text())["sections"]["exact"]
+    assert exact["greedy_same"] == exact["greedy_of"] == 2 * len(ENGINE_WAYS) * exact["prompts"] > 0
+    assert exact["greedy_tokens"] > exact["greedy_of"]
+    assert 0 < exact["nodes_off_ppm"] < 10
+    assert exact["bfloat16_over_float32"] == pytest.approx(1, abs=0.3)
+    assert "a CPU" in exact["steps_skipped"] + exact["rounds_skipped"]
+    out = tmp_path / "gpu.json"
+    outcome = rehearse(out, "--only", "exact")  # a pair of its own
+    assert f"{exact['greedy_of']} the same" in outcome.output
+    assert [key for key in json.loads(out.read_text())["sections"]["exact"] if "error" in key] == []
 
 
 def test_the_sizes_are_those_of_the_public_models() -> None:
