@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from ddtree.device.kernels.centred_norm import centred_norm
+from ddtree.device.kernels.layer import Heads, add_norm, open_gates, turn
 from ddtree.recurrent.kernels import TreeKernels
 from tests.fakes.kernel_calls import Call, longs, tensor
 
@@ -62,6 +63,14 @@ def _layer_calls(kernels: TreeKernels, count: int, sequences: int, key_dim: int)
         for shape in ((total, 40 * key_dim), (total, heads, key_dim)):
             centred_norm(tensor(*shape), tensor(shape[-1]), 1e-6)
 
+    def attend() -> None:
+        norm, cos = tensor(2 * key_dim), tensor(total, key_dim // 2)
+        gated = Heads(24, 4, 2 * key_dim, norm, norm, 1e-6, is_centred=True, is_gated=True)
+        packed, pool = tensor(total, gated.width), tensor(2, 64, gated.keys, gated.size)
+        turn(packed, cos, cos, gated, pool[0], pool[1], longs(total))
+        open_gates(tensor(total, gated.queries * gated.size), packed, gated)
+        add_norm(tensor(total, 40 * key_dim), tensor(total, 40 * key_dim), tensor(40 * key_dim), 1e-6, True)
+
     def prepare() -> None:
         shape = (heads, key_dim)
         tails = tensor(8, 3, channels)
@@ -83,6 +92,7 @@ def _layer_calls(kernels: TreeKernels, count: int, sequences: int, key_dim: int)
     case = f"{sequences} x {count} rows of {key_dim}"
     yield Call(f"recurrent sight {case}", sight)
     yield Call(f"centred norms {case}", normalise)
+    yield Call(f"gated attention {case}", attend)
     yield Call(f"recurrent heads {case}", prepare)
     yield Call(f"recurrent decays {case}", sum_decays)
     yield Call(f"recurrent gate {case}", gate)

@@ -88,7 +88,8 @@ def test_steps_are_prepared_for_what_the_stash_holds(
     pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where states leave room for few rows, only smaller batches of large trees are captured."""
-    monkeypatch.setattr(accelerate, "fuse_norms", lambda _: 0)  # has tests of its own, in the interpreter
+    for name in ("fuse", "fuse_norms"):  # which have tests of their own, in the interpreter
+        monkeypatch.setattr(accelerate, name, lambda *_: 0)
     config = ServingConfig(
         *pair, dtype="float32", device="cpu", page_size=16, kv_cache_mib=2, draft_kv_cache_mib=1,
         state_cache_mib=1, max_nodes=64, max_step_nodes=512, max_sequences=8,

@@ -2,7 +2,8 @@
 
 Kernels are compiled on the machine they run on, so what can go wrong shows at load: no compiler, a card or a
 driver they do not fit, a layer that is not what its class promises. Two places with a small tree each, random
-rows, random committed keys; the model's own form runs over `attention.sdpa`, the reference of all attention.
+rows, random committed keys or states; the model's own form runs over `attention.sdpa`, the reference of all
+attention, and over PyTorch's form of a recurrence.
 """
 
 from __future__ import annotations
@@ -16,15 +17,23 @@ import torch
 
 from ddtree.attention import sdpa
 from ddtree.attention.plan import Segment, StepPlan
+from ddtree.device.layer_kinds import mixer_of
 from ddtree.device.plan import DevicePlan
 from ddtree.device.rows import DeviceRows
+from ddtree.hybrid_cache import HybridPool
 from ddtree.kv_cache import CacheShape, KvPool
+from ddtree.recurrent.kernel_choice import kernels_for
+from ddtree.recurrent.kernels import TreeKernels
+from ddtree.recurrent.state_pool import PoolSize, StatePool, StateShape
+from ddtree.recurrent.step import RecurrentStep
 from ddtree.tree_mask import ancestor_bits, expand
 
 Fused = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, DevicePlan], torch.Tensor]
+_Normal = Callable[..., torch.Tensor]
 
 _PAGE = 16
 _ROWS = 4
+_STATES = 2  # one for each place
 _LENGTHS = (5, 2)
 _PARENTS = ((0, 0, 1), (0,))  # of nodes 1, 2, …: the second place has two rows of padding
 # Share of what a layer adds to its rows; half precision rounds some ten times on the way.
@@ -60,42 +69,45 @@ class _Trial:
     @classmethod
     def of(cls, layer: Any) -> _Trial:
         """Random rows for a layer, from a fixed seed."""
-        attention = layer.self_attn
-        weight, size = attention.q_proj.weight, int(attention.head_dim)
+        mixer, weight = mixer_of(layer), layer.mlp.up_proj.weight
         device, dtype = weight.device, weight.dtype
         generator = torch.Generator().manual_seed(0)
 
         def normal(*sizes: int) -> torch.Tensor:
             return torch.randn(sizes, generator=generator)
 
-        shape = CacheShape(
-            int(attention.layer_idx) + 1, attention.k_proj.out_features // size, size, dtype=dtype
-        )
-        budget = len(_LENGTHS) * _PAGE * shape.bytes_per_slot
-        own, other = (KvPool(shape, budget_bytes=budget, page_size=_PAGE, device=device) for _ in range(2))
-        own.keys_values.copy_(normal(*own.keys_values.shape))
-        other.keys_values.copy_(own.keys_values)
+        make = _paged if hasattr(mixer, "q_proj") else _recurrent
+        own, other = make(mixer, dtype, device, None), make(mixer, dtype, device, kernels_for(device))
+        staged = _Staged.into(own)
+        for ours, theirs in zip(_held(own), _held(other), strict=True):
+            ours.copy_(normal(*ours.shape))
+            theirs.copy_(ours)
         count = len(_LENGTHS) * _ROWS
         hidden = normal(1, count, weight.shape[1]).to(device, dtype)
-        angles = normal(1, count, size) * 9
+        angles = normal(1, count, _turned(mixer)) * 9
         cos, sin = angles.cos().to(device, dtype), angles.sin().to(device, dtype)
-        return cls(hidden, cos, sin, _Staged.into(own), own, other)
+        return cls(hidden, cos, sin, staged, own, other)
 
     def difference(self, layer: Any, fused: Fused) -> float:
         """The largest difference of outputs, keys and values, in units of what rounding explains."""
         real = self.staged.real
         hidden, angles = self.hidden[:, real], (self.cos[:, real], self.sin[:, real])
-        with _own_attention(layer.self_attn.config):
+        plan = DevicePlan(self.staged.rows, self.other, recurrent=self.staged.step_over(self.other))
+        with _own_attention(layer):
             expected = type(layer).forward(
                 layer, hidden, attention_mask=None, position_embeddings=angles,
                 ddtree_plan=StepPlan.build(self.own, self.staged.segments),
             )  # fmt: skip
-        found = fused(self.hidden, self.cos[0], self.sin[0], DevicePlan(self.staged.rows, self.other))
+        found = fused(self.hidden, self.cos[0], self.sin[0], plan)
         share, step = _ROUNDING[expected.dtype], torch.finfo(expected.dtype).eps
         bound = share * (expected - hidden).abs().max().float() + 2 * step * expected.abs().max().float()
         offs = [(found[:, real].float() - expected.float()).abs().max() / bound]
-        wanted, stored = self.own.keys_values.float(), self.other.keys_values.float()
-        offs.append((stored - wanted).abs().max() / (share * wanted.abs().max()))
+        packed = torch.arange(len(real), device=real.device)
+        pairs = [(self.own.keys_values, self.other.keys_values)]
+        pairs += zip(_noted(self.own, packed), _noted(self.other, real), strict=True)
+        for wanted, stored in pairs:
+            off = (stored.float() - wanted.float()).abs().max()
+            offs.append(off / (share * wanted.float().abs().max()))
         offs.append(found.float().sum() * 0)  # padding is not compared, but it must be finite
         return float(torch.stack(offs).max())
 
@@ -107,6 +119,13 @@ class _Staged:
     rows: DeviceRows
     segments: tuple[Segment, ...]
     real: torch.Tensor  # the packed rows that are no padding, in order
+
+    def step_over(self, pool: KvPool) -> RecurrentStep | None:
+        """The recurrent step of the rows, where the pool has states."""
+        if pool.states is None:
+            return None
+        states = [segment.pages.state_index for segment in self.segments]  # type: ignore[attr-defined]
+        return RecurrentStep.of_rows(pool.states, self.rows, torch.tensor(states, device=self.real.device))
 
     @classmethod
     def into(cls, pool: KvPool) -> _Staged:
@@ -129,9 +148,55 @@ class _Staged:
         return cls(rows, tuple(segments), torch.tensor(real, device=device))
 
 
+def _paged(attention: Any, dtype: torch.dtype, device: torch.device, _: TreeKernels | None) -> KvPool:
+    size = int(attention.head_dim)
+    layers, heads = int(attention.layer_idx) + 1, attention.k_proj.out_features // size
+    shape = CacheShape(layers, heads, size, dtype=dtype)
+    budget = len(_LENGTHS) * _PAGE * shape.bytes_per_slot
+    return KvPool(shape, budget_bytes=budget, page_size=_PAGE, device=device)
+
+
+def _recurrent(
+    mixer: Any, dtype: torch.dtype, device: torch.device, kernels: TreeKernels | None
+) -> HybridPool:
+    """States of this layer alone; what its pages hold matters to nobody."""
+    shape = StateShape(
+        (int(mixer.layer_idx),), mixer.num_k_heads, mixer.num_v_heads, mixer.head_k_dim, mixer.head_v_dim,
+        mixer.conv_kernel_size, dtype,
+    )  # fmt: skip
+    states = StatePool(shape, PoolSize(_STATES, len(_LENGTHS) * _ROWS), device, kernels)
+    pages = CacheShape(1, 1, 1, dtype=dtype)
+    budget = len(_LENGTHS) * _PAGE * pages.bytes_per_slot
+    return HybridPool(pages, states, budget_bytes=budget, page_size=_PAGE, device=device)
+
+
+def _held(pool: KvPool) -> list[torch.Tensor]:
+    """What earlier steps left in a pool."""
+    states = [] if pool.states is None else [pool.states.matrices, pool.states.tails]
+    return [pool.keys_values, *states]
+
+
+def _noted(pool: KvPool, rows: torch.Tensor) -> list[torch.Tensor]:
+    """What a step left for its commit, of some rows."""
+    if pool.states is None:
+        return []
+    stash = pool.states.stash.layer(0)
+    return [part[rows] for part in (stash.keys, stash.updates, stash.decays, stash.inputs)]
+
+
+def _turned(mixer: Any) -> int:
+    """Columns of a head that are turned; of a recurrent layer any."""
+    rope = getattr(getattr(mixer, "config", None), "rope_parameters", None) or {}
+    return int(getattr(mixer, "head_dim", _PAGE) * rope.get("partial_rotary_factor", 1.0))
+
+
 @contextmanager
-def _own_attention(config: Any) -> Iterator[None]:
-    """Let layers of a configuration run over `attention.sdpa`, whatever they were loaded with."""
+def _own_attention(layer: Any) -> Iterator[None]:
+    """Let a layer run over `attention.sdpa`, whatever it was loaded with."""
+    config = getattr(mixer_of(layer), "config", None)
+    if config is None:  # a recurrent layer has none
+        yield
+        return
     loaded_with = config._attn_implementation  # noqa: SLF001 - transformers has no public name for it
     config._attn_implementation = sdpa.register()  # noqa: SLF001
     try:

@@ -4,6 +4,9 @@
       │      │     (1 or 2)      │          │           │        │      │       │
       └ matrix products over merged weights, and kernels.layer in between ──────┘
 
+Where a layer has a Gated DeltaNet in place of attention, the first product takes in that one's inputs, and
+the step's own kernels stand between it and the output (`fused_delta`).
+
 The model stays as it is: its classes, module names, `state_dict` and forward. Weights of projections with the
 same input are laid side by side once, and the model's own linears become views of them. A fused layer runs
 when the step comes with a `DevicePlan`; every other forward (prefill, others) takes the class's own.
@@ -17,7 +20,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -25,9 +28,19 @@ from torch import nn
 from torch.nn import functional
 
 from ddtree.device.fused_check import why_not
+from ddtree.device.fused_delta import DeltaMix
 from ddtree.device.kernels.attention import Scoring, tree_attention
-from ddtree.device.kernels.layer import Heads, add_norm, gate, turn
-from ddtree.device.layer_kinds import LayerKind, is_norm, kind_of
+from ddtree.device.kernels.layer import Heads, add_norm, gate, open_gates, turn
+from ddtree.device.layer_kinds import (
+    LayerKind,
+    eps_of,
+    has_gates,
+    is_centred,
+    is_norm,
+    kind_of,
+    mixer_linears,
+    mixer_of,
+)
 from ddtree.device.plan import DevicePlan
 
 _LOG = logging.getLogger(__name__)
@@ -66,10 +79,15 @@ class _Norm:
     module: nn.Module
     weight: torch.Tensor  # [H]
     eps: float
+    is_centred: bool
 
     @classmethod
     def of(cls, module: Any) -> _Norm:
-        return cls(module, module.weight.detach(), float(module.variance_epsilon))
+        return cls(module, module.weight.detach(), eps_of(module), is_centred(module))
+
+    def add(self, hidden: torch.Tensor, update: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """The normed sum and the sum."""
+        return add_norm(hidden, update, self.weight, self.eps, self.is_centred)
 
 
 class _Relay:
@@ -96,10 +114,34 @@ class _Relay:
 class _Products:
     """The four matrix products of a layer; the third gates what comes out."""
 
-    qkv: nn.Module
+    inputs: nn.Module
     output: nn.Module
     gate_up: nn.Module
     down: nn.Module
+
+
+class _Attention:
+    """What stands between the projections of an attention layer."""
+
+    def __init__(self, attention: Any, window: int | None) -> None:
+        self._index, self._heads = int(attention.layer_idx), _heads_of(attention)
+        self._scoring = Scoring(float(attention.scaling), window)
+
+    def __call__(
+        self, packed: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, plan: DevicePlan
+    ) -> torch.Tensor:
+        """Attention of packed rows of queries, keys and values, `[S * T, heads * head_dim]`."""
+        heads, rows = self._heads, plan.rows
+        pool_keys, pool_values = plan.keys(self._index), plan.values(self._index)
+        turn(packed, cos, sin, heads, pool_keys, pool_values, rows.slots.view(-1))
+        by_head = packed.view(rows.places, rows.rows, -1, heads.size)
+        beside = 2 if heads.is_gated else 1  # a query head, and its gate
+        query, keys, values = by_head.split([beside * heads.queries, heads.keys, heads.keys], dim=2)
+        attended = tree_attention(
+            query[:, :, ::beside], keys, values, pool_keys, pool_values, rows, plan.sight, self._scoring
+        )
+        flat = attended.reshape(packed.shape[0], heads.queries * heads.size)
+        return open_gates(flat, packed, heads) if heads.is_gated else flat
 
 
 class FusedLayer:
@@ -107,15 +149,15 @@ class FusedLayer:
 
     def __init__(self, layer: Any, kind: LayerKind, make: MakeLinear, relay: _Relay) -> None:
         """Merge the layer's weights; the layer's own forward goes on to work."""
-        attention, mlp = layer.self_attn, layer.mlp
+        mixer, mlp = mixer_of(layer), layer.mlp
         self.kind = kind
         self._layer, self._relay = layer, relay
-        self._index, self._heads = int(attention.layer_idx), _heads_of(attention)
-        self._scoring = Scoring(float(attention.scaling), kind.window)
+        self._mix = DeltaMix(mixer) if kind.is_recurrent else _Attention(mixer, kind.window)
+        inputs, output = mixer_linears(mixer)
         self.before, self._between = _Norm.of(layer.input_layernorm), _Norm.of(layer.post_attention_layernorm)
         self._products = _Products(
-            make(*_merge(attention.q_proj, attention.k_proj, attention.v_proj)),
-            make(*_merge(attention.o_proj)),
+            make(*_merge(*inputs)),
+            make(*_merge(output)),
             make(*_merge(mlp.gate_proj, mlp.up_proj), gated=True),
             make(*_merge(mlp.down_proj)),
         )
@@ -140,30 +182,16 @@ class FusedLayer:
         hidden, products = hidden_states[0], self._products
         normed = self._relay.take(self.before.module, hidden_states)
         if normed is None:
-            normed, _ = add_norm(hidden, None, self.before.weight, self.before.eps)
-        attended = products.output(self._attend(products.qkv(normed), cos, sin, plan))
-        normed, hidden = add_norm(hidden, attended, self._between.weight, self._between.eps)
+            normed, _ = self.before.add(hidden, None)
+        mixed = products.output(self._mix(products.inputs(normed), cos, sin, plan))
+        normed, hidden = self._between.add(hidden, mixed)
         update: torch.Tensor = products.down(products.gate_up(normed))
         if self.after is None:
             return (hidden + update)[None]
-        normed, hidden = add_norm(hidden, update, self.after.weight, self.after.eps)
+        normed, hidden = self.after.add(hidden, update)
         output = hidden[None]
         self._relay.put(self.after, output, normed)
         return output
-
-    def _attend(
-        self, packed: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, plan: DevicePlan
-    ) -> torch.Tensor:
-        """Attention of packed rows of queries, keys and values, `[S * T, heads * head_dim]`."""
-        heads, rows = self._heads, plan.rows
-        pool_keys, pool_values = plan.keys(self._index), plan.values(self._index)
-        turn(packed, cos, sin, heads, pool_keys, pool_values, rows.slots.view(-1))
-        by_head = packed.view(rows.places, rows.rows, -1, heads.size)
-        query, keys, values = by_head.split([heads.queries, heads.keys, heads.keys], dim=2)
-        attended = tree_attention(
-            query, keys, values, pool_keys, pool_values, rows, plan.sight, self._scoring
-        )
-        return attended.reshape(packed.shape[0], heads.queries * heads.size)
 
 
 class _FinalNorm:
@@ -230,11 +258,18 @@ def _install(layers: nn.ModuleList, forwards: Sequence[FusedLayer | None], last:
 def _heads_of(attention: Any) -> Heads:
     size = int(attention.head_dim)
     query_norm, key_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
-    sizes = (attention.q_proj.out_features // size, attention.k_proj.out_features // size, size)
+    is_gated = has_gates(attention)
+    queries = attention.q_proj.out_features // (2 * size if is_gated else size)
+    heads = Heads(queries, attention.k_proj.out_features // size, size, is_gated=is_gated)
     if query_norm is None or key_norm is None:
-        return Heads(*sizes)
-    eps = float(query_norm.variance_epsilon)
-    return Heads(*sizes, query_norm.weight.detach(), key_norm.weight.detach(), eps)
+        return heads
+    return replace(
+        heads,
+        query_norm=query_norm.weight.detach(),
+        key_norm=key_norm.weight.detach(),
+        eps=eps_of(query_norm),
+        is_centred=is_centred(query_norm),
+    )
 
 
 def _merge(*linears: nn.Linear) -> tuple[torch.Tensor, torch.Tensor | None]:

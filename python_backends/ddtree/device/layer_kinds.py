@@ -17,6 +17,9 @@ from transformers.models.llama import modeling_llama as llama
 from transformers.models.mistral import modeling_mistral as mistral
 from transformers.models.qwen2 import modeling_qwen2 as qwen2
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
+from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen3_5
+
+from ddtree.models.gated_delta_net import TreeForward
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,7 @@ class LayerKind:
     window: int | None  # positions a row sees, itself included; None: all
     dtype: torch.dtype
     device: torch.device
+    is_recurrent: bool = False  # whether a Gated DeltaNet stands where others have attention
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,7 @@ class _Family:
     mlp: Any
     norm: Any
     window: Callable[[Any], int | None]
+    recurrent: Any = None  # what some layers have in place of attention
 
 
 def _no_window(_: Any) -> int | None:
@@ -65,10 +70,29 @@ _FAMILIES: dict[Any, _Family] = {
     mistral.MistralDecoderLayer: _Family(
         mistral.MistralAttention, mistral.MistralMLP, mistral.MistralRMSNorm, _window_of_all
     ),
+    qwen3_5.Qwen3_5DecoderLayer: _Family(
+        qwen3_5.Qwen3_5Attention, qwen3_5.Qwen3_5MLP, qwen3_5.Qwen3_5RMSNorm, _no_window,
+        qwen3_5.Qwen3_5GatedDeltaNet,
+    ),
 }  # fmt: skip
 _NORMS = tuple(family.norm for family in _FAMILIES.values())
+_CENTRED_NORMS = (qwen3_5.Qwen3_5RMSNorm,)
+# The last one is applied to what the mixing gives, the others to what goes into it.
 _ATTENTION_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj")
+_RECURRENT_LINEARS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
 _MLP_LINEARS = ("gate_proj", "up_proj", "down_proj")
+
+
+def mixer_of(layer: Any) -> Any:
+    """What mixes the rows of a layer of a known family: its attention, or what it has in place of it."""
+    return layer.self_attn if hasattr(layer, "self_attn") else layer.linear_attn
+
+
+def mixer_linears(mixer: Any) -> tuple[list[Any], Any]:
+    """The linears of such a part: those applied to its input, and that of its output."""
+    names = _ATTENTION_LINEARS if hasattr(mixer, "q_proj") else _RECURRENT_LINEARS
+    *inputs, output = (getattr(mixer, name) for name in names)
+    return inputs, output
 
 
 def kind_of(layer: Any) -> LayerKind | None:
@@ -76,21 +100,48 @@ def kind_of(layer: Any) -> LayerKind | None:
     family = _FAMILIES.get(type(layer))
     if family is None or "forward" in vars(layer):
         return None
-    attention, mlp = layer.self_attn, layer.mlp
-    parts = [(attention, family.attention), (mlp, family.mlp)]
-    if not all(type(part) is expected and _is_plain(part) for part, expected in parts):
+    mixer, mlp = mixer_of(layer), layer.mlp
+    is_recurrent = family.recurrent is not None and type(mixer) is family.recurrent
+    if not (is_recurrent and _runs_trees(mixer)) and not (
+        type(mixer) is family.attention and _is_plain(mixer)
+    ):
         return None
-    weight = attention.q_proj.weight
+    if type(mlp) is not family.mlp or not _is_plain(mlp):
+        return None
+    weight = mlp.up_proj.weight
     if weight.is_meta or not isinstance(mlp.act_fn, (SiLUActivation, nn.SiLU)):
         return None
     if not (_has_plain_linears(layer, weight) and _has_plain_norms(layer, weight.dtype)):
         return None
-    return LayerKind(type(layer), family.window(attention), weight.dtype, weight.device)
+    window = None if is_recurrent else family.window(mixer)
+    return LayerKind(type(layer), window, weight.dtype, weight.device, is_recurrent)
 
 
 def is_norm(module: Any, dtype: torch.dtype) -> bool:
-    """Whether a module is an RMS norm as Llama has it: scaled by its weight, rounded before that."""
+    """Whether a module is an RMS norm that kernels know: Llama's, or a centred one."""
     return type(module) in _NORMS and _is_plain(module) and module.weight.dtype == dtype
+
+
+def is_centred(norm: nn.Module) -> bool:
+    """Whether a known norm scales by one plus its weight, and is rounded only after that."""
+    return type(norm) in _CENTRED_NORMS
+
+
+def eps_of(norm: Any) -> float:
+    """What a known norm adds to the mean square."""
+    return float(norm.eps if is_centred(norm) else norm.variance_epsilon)
+
+
+def has_gates(attention: Any) -> bool:
+    """Whether the query projection of a known attention gives an output gate behind every head."""
+    return type(attention) is qwen3_5.Qwen3_5Attention
+
+
+def _runs_trees(mixer: Any) -> bool:
+    """Whether a recurrent part is what `gated_delta_net` made of it, and the kernels do all that it does."""
+    forward = vars(mixer).get("forward")
+    is_known = isinstance(forward, TreeForward) and forward.weights is not None
+    return is_known and not (mixer._forward_hooks or mixer._forward_pre_hooks)  # noqa: SLF001
 
 
 def _is_plain(module: nn.Module) -> bool:
@@ -101,21 +152,22 @@ def _is_plain(module: nn.Module) -> bool:
 
 
 def _has_plain_linears(layer: Any, like: torch.Tensor) -> bool:
-    linears = [getattr(layer.self_attn, name) for name in _ATTENTION_LINEARS]
-    linears += [getattr(layer.mlp, name) for name in _MLP_LINEARS]
-    for linear in linears:
+    inputs, output = mixer_linears(mixer_of(layer))
+    gate, up, down = (getattr(layer.mlp, name) for name in _MLP_LINEARS)
+    for linear in (*inputs, output, gate, up, down):
         if type(linear) is not nn.Linear or not _is_plain(linear):
             return False
         if any((part.dtype, part.device) != (like.dtype, like.device) for part in linear.parameters()):
             return False
-    query, key, value, _, gate, up, _ = (linear.bias is None for linear in linears)
-    return query == key == value and gate == up
+    # What is merged has biases throughout or none.
+    has_bias = [{linear.bias is None for linear in merged} for merged in (inputs, (gate, up))]
+    return all(len(answers) == 1 for answers in has_bias)
 
 
 def _has_plain_norms(layer: Any, dtype: torch.dtype) -> bool:
     norms = [layer.input_layernorm, layer.post_attention_layernorm]
-    heads = [getattr(layer.self_attn, name, None) for name in ("q_norm", "k_norm")]
+    heads = [getattr(mixer_of(layer), name, None) for name in ("q_norm", "k_norm")]
     of_heads = [norm for norm in heads if norm is not None]
-    if len(of_heads) == 1 or len({norm.variance_epsilon for norm in of_heads}) > 1:
+    if len(of_heads) == 1 or not all(is_norm(norm, dtype) for norm in norms + of_heads):
         return False
-    return all(is_norm(norm, dtype) for norm in norms + of_heads)
+    return len({eps_of(norm) for norm in of_heads}) <= 1

@@ -59,7 +59,7 @@ class TreeForward:
         self._module = module
         self._project = project
         self._activate = ACT2FN[module.activation]
-        self._weights = _weights_of(module)  # None: something in the layer is not what the kernels do
+        self.weights = _weights_of(module)  # None: something in the layer is not what the kernels do
 
     def __call__(
         self,
@@ -72,8 +72,8 @@ class TreeForward:
         module, step = self._module, ddtree_plan.recurrent
         assert step is not None, "a plan for this target needs the states of its sessions"
         projected = self._project(module, hidden_states[0])
-        if self._weights is not None and step.pool.kernels is not None and not step.keeps:
-            mixed = step.run_fused(module.layer_idx, projected, self._weights)
+        if self.weights is not None and step.pool.kernels is not None and not step.keeps:
+            mixed = step.run_fused(module.layer_idx, projected, self.weights)
             fused: torch.Tensor = module.out_proj(mixed.view(1, len(mixed), -1))
             return fused
         convolved = step.convolve(module.layer_idx, projected.mixed, module.conv1d.weight[:, 0])

@@ -177,7 +177,8 @@ def _convolve_kernel(
     row, channel = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_channel = channel < channels
     total = along_path(
-        inputs, tails, weight, windows, states, row, channel, is_channel, num_tails, channels, KERNEL
+        inputs, tails, weight, windows, states, row, channel, is_channel, num_tails, channels, channels,
+        KERNEL,
     )  # fmt: skip
     tl.store(outputs + row * channels + channel, total, mask=is_channel)
 

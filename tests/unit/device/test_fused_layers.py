@@ -97,7 +97,7 @@ def test_weights_keep_their_names_and_values_and_are_in_memory_once(llama: Targe
     first: Any = llama.model.model.layers[0]
     attention, mlp = first.self_attn, first.mlp
     for merged, parts in (
-        (first.forward._products.qkv, (attention.q_proj, attention.k_proj, attention.v_proj)),
+        (first.forward._products.inputs, (attention.q_proj, attention.k_proj, attention.v_proj)),
         (first.forward._products.gate_up, (mlp.gate_proj, mlp.up_proj)),
         (first.forward._products.output, (attention.o_proj,)),
         (first.forward._products.down, (mlp.down_proj,)),

@@ -21,7 +21,8 @@ _NORM_EPS = 1e-6  # of `gated_delta.unit`
 
 @triton.jit
 def along_path(  # noqa: ANN201 - kernels have no types of Python's
-    inputs, tails, weight, windows, states, row, channel, inside, num_tails, channels, KERNEL: tl.constexpr
+    inputs, tails, weight, windows, states, row, channel, inside, num_tails, channels, input_row,
+    KERNEL: tl.constexpr,
 ):  # fmt: skip
     """A row's convolution over itself, its nearest ancestors and the session's tail, float32 per channel."""
     total = tl.zeros(channel.shape, dtype=tl.float32)
@@ -30,7 +31,7 @@ def along_path(  # noqa: ANN201 - kernels have no types of Python's
         in_tail = source < num_tails
         state = tl.load(states + source // (KERNEL - 1), mask=in_tail, other=0)
         from_tail = (state * (KERNEL - 1) + source % (KERNEL - 1)) * channels + channel
-        from_rows = (source - num_tails) * channels + channel
+        from_rows = (source - num_tails) * input_row + channel
         in_rows = source >= num_tails
         value = tl.load(tails + from_tail, mask=inside & in_tail, other=0.0).to(tl.float32)
         value += tl.load(inputs + from_rows, mask=inside & in_rows, other=0.0).to(tl.float32)
@@ -42,7 +43,7 @@ def along_path(  # noqa: ANN201 - kernels have no types of Python's
 @triton.jit
 def _heads_kernel(
     inputs, tails, weight, windows, states, queries, keys, values, kept,
-    num_tails, channels, key_heads, key_dim, value_heads, value_dim, scale, eps,
+    num_tails, channels, input_row, key_heads, key_dim, value_heads, value_dim, scale, eps,
     KERNEL: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -54,9 +55,9 @@ def _heads_kernel(
     inside = lane < size
     channel = tl.where(is_value, value_first, head * key_dim) + lane
     total = along_path(
-        inputs, tails, weight, windows, states, row, channel, inside, num_tails, channels, KERNEL
+        inputs, tails, weight, windows, states, row, channel, inside, num_tails, channels, input_row, KERNEL
     )  # fmt: skip
-    own = tl.load(inputs + row * channels + channel, mask=inside, other=0.0)
+    own = tl.load(inputs + row * input_row + channel, mask=inside, other=0.0)
     tl.store(kept + row * channels + channel, own, mask=inside)
     convolved = total.to(inputs.dtype.element_ty).to(tl.float32)
     active = (convolved * tl.sigmoid(convolved)).to(inputs.dtype.element_ty)
@@ -71,7 +72,7 @@ def _heads_kernel(
 
 @triton.jit
 def _decays_kernel(
-    steps, betas, rates, bias, sees, starts, counts, decays, shares, heads, widest,
+    steps, betas, rates, bias, sees, starts, counts, decays, shares, heads, widest, step_row, beta_row,
     HEADS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     sequence, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -86,7 +87,7 @@ def _decays_kernel(
     for first in range(0, tl.minimum(count, (block + 1) * BLOCK), BLOCK):
         other = first + lane
         mask = (other < count)[:, None] & is_head[None, :]
-        step = tl.load(steps + (start + other)[:, None] * heads + head[None, :], mask=mask, other=0.0)
+        step = tl.load(steps + (start + other)[:, None] * step_row + head[None, :], mask=mask, other=0.0)
         step = step.to(tl.float32) + shift[None, :]
         # log(1 + e^x), exact for small e^x too
         grown = tl.exp(tl.minimum(step, 20.0))
@@ -101,20 +102,22 @@ def _decays_kernel(
     at = (start + row)[:, None] * heads + head[None, :]
     own = is_row[:, None] & is_head[None, :]
     tl.store(decays + at, total, mask=own)
-    beta = tl.load(betas + at, mask=own, other=0.0).to(tl.float32)
+    at_beta = (start + row)[:, None] * beta_row + head[None, :]
+    beta = tl.load(betas + at_beta, mask=own, other=0.0).to(tl.float32)
     tl.store(shares + at, tl.sigmoid(beta).to(shares.dtype.element_ty), mask=own)
 
 
 @triton.jit
-def _gate_kernel(outputs, gates, weight, gated, value_dim, eps, WIDTH: tl.constexpr):
-    row, lane = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
-    inside, at = lane < value_dim, row * value_dim + lane
+def _gate_kernel(outputs, gates, weight, gated, heads, value_dim, gate_row, eps, WIDTH: tl.constexpr):
+    row, head, lane = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, WIDTH)
+    inside, at = lane < value_dim, (row * heads + head) * value_dim + lane
     kind = gated.dtype.element_ty
     output = tl.load(outputs + at, mask=inside, other=0.0).to(kind).to(tl.float32)
     mean = tl.sum(output * output, axis=0) / value_dim
     normed = (output * tl.rsqrt(mean + eps)).to(kind).to(tl.float32)
     factor = tl.load(weight + lane, mask=inside, other=0.0).to(tl.float32)
-    gate = tl.load(gates + at, mask=inside, other=0.0).to(tl.float32)
+    at_gate = row * gate_row + head * value_dim + lane
+    gate = tl.load(gates + at_gate, mask=inside, other=0.0).to(tl.float32)
     scaled = (factor * normed).to(kind).to(tl.float32)
     tl.store(gated + at, scaled * (gate * tl.sigmoid(gate)), mask=inside)
 
@@ -186,7 +189,7 @@ class LayerKernels:
 
     def heads(
         self,
-        inputs: torch.Tensor,  # [n, channels]
+        inputs: torch.Tensor,  # [n, channels], maybe columns of wider rows
         tails: torch.Tensor,  # [states, kernel - 1, channels], of one layer
         weight: torch.Tensor,  # [channels, kernel]
         windows: torch.Tensor,  # [n, kernel] int64
@@ -201,23 +204,24 @@ class LayerKernels:
             Queries `[n, Hk, dk]` float32, normalised and scaled; values `[n, Hv, dv]` in the inputs' dtype.
         """
         count, channels = inputs.shape
+        inputs = _side_by_side(inputs)
         key_heads, key_dim = keys.shape[1:]
         value_heads, value_dim = value_shape
         kernel = weight.shape[1]
         queries = torch.empty((count, key_heads, key_dim), dtype=torch.float32, device=inputs.device)
         values = torch.empty((count, value_heads, value_dim), dtype=inputs.dtype, device=inputs.device)
         _heads_kernel[(count, 2 * key_heads + value_heads)](
-            inputs.contiguous(), tails, weight.contiguous(), windows, states, queries, keys, values, kept,
-            len(states) * (kernel - 1), channels, key_heads, key_dim, value_heads, value_dim,
-            key_dim**-0.5, _NORM_EPS,
+            inputs, tails, weight.contiguous(), windows, states, queries, keys, values, kept,
+            len(states) * (kernel - 1), channels, inputs.stride(0), key_heads, key_dim, value_heads,
+            value_dim, key_dim**-0.5, _NORM_EPS,
             KERNEL=kernel, WIDTH=triton.next_power_of_2(max(key_dim, value_dim)), num_warps=1,
         )  # fmt: skip
         return queries, values
 
     def sum_decays(
         self,
-        steps: torch.Tensor,  # [n, Hv] before the softplus
-        betas: torch.Tensor,  # [n, Hv] before the sigmoid
+        steps: torch.Tensor,  # [n, Hv] before the softplus, maybe columns of wider rows
+        betas: torch.Tensor,  # [n, Hv] before the sigmoid, the same
         rates: torch.Tensor,  # [Hv] logarithms of the decays' rates
         bias: torch.Tensor,  # [Hv] of the steps
         sees: torch.Tensor,  # [S, N, N] bool
@@ -227,10 +231,11 @@ class LayerKernels:
     ) -> torch.Tensor:
         """Sum the log decays along paths; gives the shares `[n, Hv]` that updates are written with."""
         value_heads, widest = steps.shape[1], sees.shape[1]
+        steps, betas = _side_by_side(steps), _side_by_side(betas)
         shares = torch.empty(betas.shape, dtype=betas.dtype, device=betas.device)
         _decays_kernel[(len(sees), triton.cdiv(widest, _LEAST_DOT))](
-            steps.contiguous(), betas.contiguous(), rates, bias, sees.view(torch.uint8), starts, counts,
-            decays, shares, value_heads, widest,
+            steps, betas, rates, bias, sees.view(torch.uint8), starts, counts,
+            decays, shares, value_heads, widest, steps.stride(0), betas.stride(0),
             HEADS=max(_LEAST_DOT, triton.next_power_of_2(value_heads)), BLOCK=_LEAST_DOT,
         )  # fmt: skip
         return shares
@@ -238,15 +243,16 @@ class LayerKernels:
     def gate(
         self,
         outputs: torch.Tensor,  # [n, Hv, dv] float32
-        gates: torch.Tensor,  # [n, Hv, dv]
+        gates: torch.Tensor,  # [n, Hv, dv], maybe columns of wider rows
         weight: torch.Tensor,  # [dv] of the norm
         eps: float,
     ) -> torch.Tensor:
         """Normalise every head and gate it (SiLU); gives `[n, Hv, dv]` in the gates' dtype."""
         count, value_heads, value_dim = outputs.shape
         gated = torch.empty(outputs.shape, dtype=gates.dtype, device=gates.device)
-        _gate_kernel[(count * value_heads,)](
-            outputs, gates.contiguous(), weight, gated, value_dim, eps,
+        gates = _side_by_side(gates)
+        _gate_kernel[(count, value_heads)](
+            outputs, gates, weight, gated, value_heads, value_dim, gates.stride(0), eps,
             WIDTH=triton.next_power_of_2(value_dim), num_warps=1,
         )  # fmt: skip
         return gated
@@ -266,3 +272,8 @@ class LayerKernels:
             channels, rows.shape[1],
             SIZE=size, PLACES=triton.next_power_of_2(size), BLOCK=_TAIL_CHANNELS,
         )  # fmt: skip
+
+
+def _side_by_side(rows: torch.Tensor) -> torch.Tensor:
+    """Rows that may stand apart from each other; copied where a row's own values do."""
+    return rows if rows[0].is_contiguous() else rows.contiguous()

@@ -2,6 +2,7 @@
 
     add_norm    residual sum and RMS norm
     turn        norms of query and key heads, rotary positions, keys and values into the pool
+    open_gates  what was attended to, times the sigmoid of each query head's own gate
     gate        silu(gate) * up
 
 A decoder layer of transformers spends two thirds of its launches on these, each a pass over a few rows that
@@ -30,9 +31,15 @@ def _rounded(value, like):
 
 
 @triton.jit
+def _scaled(value, factor, like, IS_CENTRED: tl.constexpr):
+    """Times a norm's weight. Llama's norms round before that; centred ones only after, and scale by 1 + w."""
+    return value * (1.0 + factor) if IS_CENTRED else _rounded(value, like) * factor
+
+
+@triton.jit
 def _add_norm_kernel(
     hidden, update, weight, normed, summed, width, eps,
-    HAS_UPDATE: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_UPDATE: tl.constexpr, IS_CENTRED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     first, column = tl.program_id(0).to(tl.int64) * width, tl.arange(0, BLOCK)
     is_column = column < width
@@ -44,7 +51,7 @@ def _add_norm_kernel(
         value = _rounded(value, loaded)
         tl.store(summed + first + column, value.to(loaded.dtype), mask=is_column)
     scale = tl.rsqrt(tl.sum(value * value, axis=0) / width + eps)
-    output = _rounded(value * scale, loaded) * factor
+    output = _scaled(value * scale, factor, loaded, IS_CENTRED)
     tl.store(normed + first + column, output.to(loaded.dtype), mask=is_column)
 
 
@@ -53,8 +60,9 @@ def add_norm(
     update: torch.Tensor | None,  # [R, H], or None: nothing is added
     weight: torch.Tensor,  # [H]
     eps: float,
+    is_centred: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Add, then RMS norm with the rounding of `LlamaRMSNorm`.
+    """Add, then RMS norm with the rounding of `LlamaRMSNorm`; centred as `centred_norm` and its rounding.
 
     Tensors are contiguous and of one dtype.
 
@@ -67,7 +75,8 @@ def add_norm(
     block = triton.next_power_of_2(width)
     _add_norm_kernel[(rows,)](
         hidden, update, weight, normed, summed, width, eps,
-        HAS_UPDATE=update is not None, BLOCK=block, num_warps=min(16, max(1, block // 512)),
+        HAS_UPDATE=update is not None, IS_CENTRED=is_centred, BLOCK=block,
+        num_warps=min(16, max(1, block // 512)),
     )  # fmt: skip
     return normed, summed
 
@@ -82,16 +91,18 @@ class Heads:
     query_norm: torch.Tensor | None = None  # [size], RMS norm of each query head; with `key_norm` or neither
     key_norm: torch.Tensor | None = None  # [size]
     eps: float = 0.0  # of both norms
+    is_centred: bool = False  # whether both norms scale by one plus their weight
+    is_gated: bool = False  # whether each query head is followed by its output gate, [size]
 
     @property
     def width(self) -> int:
         """Columns of a packed row."""
-        return (self.queries + 2 * self.keys) * self.size
+        return (self.queries * (2 if self.is_gated else 1) + 2 * self.keys) * self.size
 
 
 @triton.jit
-def _normed(value, scale, factor, loaded):
-    return _rounded(_rounded(value * scale[:, None], loaded) * factor, loaded)
+def _normed(value, scale, factor, loaded, IS_CENTRED: tl.constexpr):
+    return _rounded(_scaled(value * scale[:, None], factor, loaded, IS_CENTRED), loaded)
 
 
 @triton.jit
@@ -99,7 +110,7 @@ def _turn_kernel(
     packed, cos, sin, query_norm, key_norm, pool_keys, pool_values, slots,
     row_stride, angle_stride, slot_stride, queries, keys, eps,
     SIZE: tl.constexpr, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr,
-    HAS_NORM: tl.constexpr, HEADS: tl.constexpr,
+    HAS_NORM: tl.constexpr, IS_CENTRED: tl.constexpr, GATE: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
     # A program owns both halves of its heads: nobody else reads what it writes in place.
     row = tl.program_id(0).to(tl.int64)
@@ -107,7 +118,7 @@ def _turn_kernel(
     is_query, is_turned = head < queries, head < queries + keys
     is_value = (head >= queries + keys) & (head < queries + 2 * keys)
     slot = tl.load(slots + row)
-    own = packed + row * row_stride + head * SIZE
+    own = packed + row * row_stride + head * SIZE + tl.minimum(head, queries) * GATE
     key_place = pool_keys + slot * slot_stride + (head - queries) * SIZE
     value_place = pool_values + slot * slot_stride + (head - queries - keys) * SIZE
     is_stored_key = is_turned & (head >= queries) & (slot >= 0)
@@ -137,10 +148,10 @@ def _turn_kernel(
         scale = tl.rsqrt(squares / SIZE + eps)
         of_query = tl.load(query_norm + lane, mask=is_lane, other=0.0).to(tl.float32)
         of_key = tl.load(key_norm + lane, mask=is_lane, other=0.0).to(tl.float32)
-        low = _normed(low, scale, tl.where(is_query, of_query, of_key), loaded)
+        low = _normed(low, scale, tl.where(is_query, of_query, of_key), loaded, IS_CENTRED)
         of_query = tl.load(query_norm + HALF + lane, mask=is_lane, other=0.0).to(tl.float32)
         of_key = tl.load(key_norm + HALF + lane, mask=is_lane, other=0.0).to(tl.float32)
-        high = _normed(high, scale, tl.where(is_query, of_query, of_key), loaded)
+        high = _normed(high, scale, tl.where(is_query, of_query, of_key), loaded, IS_CENTRED)
     turned_low = _rounded(low * low_cos, loaded) + _rounded(-high * low_sin, loaded)
     turned_high = _rounded(high * high_cos, loaded) + _rounded(low * high_sin, loaded)
     tl.store(own + lane, turned_low.to(loaded.dtype), mask=is_lane & is_turned)
@@ -151,13 +162,13 @@ def _turn_kernel(
         if HAS_NORM:
             of_query = tl.load(query_norm + rest_lane, mask=is_rest, other=0.0).to(tl.float32)
             of_key = tl.load(key_norm + rest_lane, mask=is_rest, other=0.0).to(tl.float32)
-            rest = _normed(rest, scale, tl.where(is_query, of_query, of_key), loaded)
+            rest = _normed(rest, scale, tl.where(is_query, of_query, of_key), loaded, IS_CENTRED)
             tl.store(own + rest_lane, rest.to(loaded.dtype), mask=is_rest & is_turned)
         tl.store(key_place + rest_lane, rest.to(loaded.dtype), mask=is_rest & is_stored_key)
 
 
 def turn(
-    packed: torch.Tensor,  # [R, heads.width]: queries, keys, values; changed in place
+    packed: torch.Tensor,  # [R, heads.width]: queries (with gates), keys, values; changed in place
     cos: torch.Tensor,  # [R, head size or less]
     sin: torch.Tensor,  # [R, head size or less]
     heads: Heads,
@@ -182,7 +193,8 @@ def turn(
         packed.stride(0), cos.stride(0), pool_keys.stride(0), heads.queries, heads.keys, heads.eps,
         SIZE=heads.size, HALF=half, HALF_BLOCK=triton.next_power_of_2(half),
         REST_BLOCK=triton.next_power_of_2(rest) if rest else 0,
-        HAS_NORM=heads.query_norm is not None, HEADS=at_once, num_warps=1,
+        HAS_NORM=heads.query_norm is not None, IS_CENTRED=heads.is_centred,
+        GATE=heads.size if heads.is_gated else 0, HEADS=at_once, num_warps=1,
         enable_fp_fusion=False,  # a product is rounded before it is added, as transformers rounds it
     )  # fmt: skip
 
@@ -208,3 +220,29 @@ def gate(
         gate_up, output, width, BLOCK=_GATE_BLOCK, num_warps=4
     )
     return output
+
+
+@triton.jit
+def _open_kernel(attended, packed, width, row_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_column = column < width
+    at = row * width + column
+    gate_at = row * row_stride + column // SIZE * (2 * SIZE) + SIZE + column % SIZE
+    loaded = tl.load(attended + at, mask=is_column, other=0.0)
+    gate = tl.load(packed + gate_at, mask=is_column, other=0.0).to(tl.float32)
+    share = _rounded(1.0 / (1.0 + tl.exp(-gate)), loaded)
+    tl.store(attended + at, (loaded.to(tl.float32) * share).to(loaded.dtype), mask=is_column)
+
+
+def open_gates(
+    attended: torch.Tensor,  # [R, queries * size] contiguous; changed in place
+    packed: torch.Tensor,  # [R, heads.width], gated
+    heads: Heads,
+) -> torch.Tensor:
+    """Multiply every query head's output by the sigmoid of its gate; gives `attended`."""
+    rows, width = attended.shape
+    assert heads.is_gated, "every query head has a gate behind it"
+    _open_kernel[(rows, triton.cdiv(width, _GATE_BLOCK))](
+        attended, packed, width, packed.stride(0), SIZE=heads.size, BLOCK=_GATE_BLOCK, num_warps=4
+    )
+    return attended
