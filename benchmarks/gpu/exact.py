@@ -53,13 +53,14 @@ class Amount:
     prompt_tokens: int = 1024  # most of one
     max_tokens: int = 96
     drafted_prompts: int = 24  # whose tokens per round are compared
+    drafted_tokens: int = 256
     trees: tuple[tuple[int, ...], ...] = ((64, 0, 17), (5, 31, 12), (0, 0, 0), (127, 3, 40), (64, 64, 64))
     nodes: int = 20  # that are read as prompts
     rounds: int = 240
     most_nodes: int = 64
 
 
-_TINY = Amount(3, 40, 8, 3, trees=((12, 0, 5), (3, 16, 7)), nodes=6)
+_TINY = Amount(3, 40, 8, 3, 8, trees=((12, 0, 5), (3, 16, 7)), nodes=6)
 
 
 class _Player(EnginePlayer):
@@ -135,13 +136,18 @@ def measure_exact(setting: Setting) -> Facts:
     amount = _TINY if setting.is_tiny else Amount()
     with _pair(setting) as (target, draft):
         jobs = _jobs(setting, target, amount)
-        facts: Facts = {"prompts": min(len(jobs), amount.prompts), "max_tokens": amount.max_tokens}
+        facts: Facts = {
+            "prompts": min(len(jobs), amount.prompts),
+            "drafted_prompts": len(jobs),
+            "max_tokens": amount.max_tokens,
+            "float32_products": torch.get_float32_matmul_precision(),  # highest: no TF32
+        }
         with _playing(setting, target, draft, torch.float32) as player:
             facts |= _compare(player, _Reference(target, setting.device), jobs, amount, setting.note)
 
         def in_half() -> Facts:
             with _playing(setting, target, draft, torch.bfloat16) as player:
-                return {"bfloat16_per_round": tokens_per_round(player, jobs)}
+                return {"bfloat16_per_round": tokens_per_round(player, jobs, amount.drafted_tokens)}
 
         facts |= _part("bfloat16", in_half)
     if facts.get("float32_per_round") and facts.get("bfloat16_per_round"):
@@ -162,7 +168,9 @@ def _compare(
     note("exact: rounds")
     facts |= _part("rounds", lambda: compare_rounds(loaded, texts, amount.rounds, amount.most_nodes))
     note("exact: tokens per round")
-    return facts | _part("float32", lambda: {"float32_per_round": tokens_per_round(player, jobs)})
+    return facts | _part(
+        "float32", lambda: {"float32_per_round": tokens_per_round(player, jobs, amount.drafted_tokens)}
+    )
 
 
 def _part(name: str, work: Callable[[], Facts]) -> Facts:
@@ -197,25 +205,25 @@ def compare_greedy(
             pairs = enumerate(zip(found, expected[index], strict=False))
             shorter = min(len(found), len(expected[index]))
             at = next((at for at, (ours, theirs) in pairs if ours != theirs), shorter)
-            if len(differences) < _MOST_TOLD:
-                gap = reference.gap([*job.input_ids, *expected[index][:at]])
-                differences.append(
-                    {"way": f"{way.way}, {how}", "prompt": index, "at": at, "gap_millionths": gap}
-                )
+            gap = reference.gap([*job.input_ids, *expected[index][:at]])
+            name = f"{way.draft_mode}, budget {way.tree_budget}, {how}"
+            differences.append({"way": name, "prompt": index, "at": at, "gap_millionths": gap})
     return {
         "greedy_same": same,
         "greedy_of": len(alone) + len(together),
         "greedy_tokens": sum(map(len, alone)) + sum(map(len, together)),
-        "greedy_differences": differences,
+        "greedy_differences": differences[:_MOST_TOLD],
         "greedy_first_gap_millionths": differences[0]["gap_millionths"] if differences else None,
+        # Near-ties may fall either way; where the two best are apart, something is wrong.
+        "greedy_largest_gap_millionths": max((each["gap_millionths"] for each in differences), default=None),
     }
 
 
-def tokens_per_round(player: EnginePlayer, jobs: Sequence[Job]) -> float:
+def tokens_per_round(player: EnginePlayer, jobs: Sequence[Job], max_tokens: int) -> float:
     """Of trees of 64 nodes, alone; behind the prompts' own first tokens."""
     tokens = rounds = 0
     for job in jobs:
-        answer = player.decode(replace(job, draft_mode="tree", tree_budget=64))
+        answer = player.decode(replace(job, draft_mode="tree", tree_budget=64, max_tokens=max_tokens))
         tokens, rounds = tokens + len(answer.token_ids) - answer.first_tokens, rounds + answer.rounds
     return tokens / max(1, rounds)
 

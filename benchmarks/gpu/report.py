@@ -140,13 +140,13 @@ def exact_table(result: Mapping[str, Any]) -> Table | None:
     shown.add_column("compared", justify="right")
     shown.add_column("outcome", justify="right")
     drafted = " / ".join(_number(facts.get(f"{dtype}_per_round")) for dtype in ("bfloat16", "float32"))
-    gap = facts.get("greedy_first_gap_millionths")
+    gap = facts.get("greedy_largest_gap_millionths")
     rows = (
         ("greedy", "greedy tokens = transformers' generate", "greedy_of", _share(facts, gap)),
         ("steps", "captured steps = general way", "steps_captured", _number(facts.get("steps_off_ppm"))),
         ("steps", "node = its path as a prompt", "nodes_read", _number(facts.get("nodes_off_ppm"))),
         ("rounds", "caches after rounds = reading at once", "rounds", _number(facts.get("caches_off_ppm"))),
-        ("bfloat16", "tokens per round, bfloat16/float32", "prompts", drafted),
+        ("bfloat16", "tokens per round, bfloat16/float32", "drafted_prompts", drafted),
     )
     for part, title, count, outcome in rows:
         why = facts.get(f"{part}_error")
@@ -158,7 +158,7 @@ def exact_table(result: Mapping[str, Any]) -> Table | None:
 
 def _share(facts: Mapping[str, Any], gap: float | None) -> str:
     same = f"{facts.get('greedy_same', '–')} the same"
-    return same if gap is None else f"{same}; the first other at a gap of {gap / 1e6:.2g}"
+    return same if gap is None else f"{same}; others where two logits are at most {gap / 1e6:.2g} apart"
 
 
 def _number(value: float | None) -> str:
