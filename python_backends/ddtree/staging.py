@@ -1,13 +1,14 @@
-"""The target's rows of a batch of trees, staged behind what their sessions have committed.
+"""The target's rows of a batch of trees or of prompts' chunks, behind what their sessions have committed.
 
-`stage` packs them anew each time and works everywhere; prepared steps do the same for some sizes. This module
-knows sessions, trees and the target; neither acceptance nor how tokens are chosen.
+`stage` and `read` pack them anew each time and work everywhere; prepared steps do the same for some sizes.
+To these a chunk is a tree too: a chain whose every row is kept. This module knows sessions, trees and the
+target; neither acceptance nor how tokens are chosen.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Protocol
 
 import torch
@@ -32,6 +33,15 @@ class Staged:
     slots: torch.Tensor  # [rows] int64 pool slot of each row
     trees: TreeBatch  # on the target's device
     recurrent: RecurrentStep | None = None
+
+
+@dataclass(frozen=True)
+class Read:
+    """Chunks of prompts whose ids went through the target."""
+
+    step: TargetStep  # its logits are those after the last id of each chunk
+    slots: torch.Tensor  # [ids] int64 pool slot of each id, chunk after chunk
+    rows: torch.Tensor | None = None  # [ids] int64 rows of the step's taps; None: all of them
 
 
 class Steps(Protocol):
@@ -65,6 +75,42 @@ def stage(
     plan = StepPlan.build(pool, tuple(segments))
     step = target.forward(torch.cat(token_rows), plan, torch.arange(start, device=device))
     return Staged(step, [segment.start for segment in segments], plan.slots, trees, plan.recurrent)
+
+
+def read(target: Target, pool: KvPool, sessions: Sequence[Session], chunks: Sequence[Sequence[int]]) -> Read:
+    """Run the target over a chunk of each session, packed without padding; recurrent states move on."""
+    segments, start = [], 0
+    for session, chunk in zip(sessions, chunks, strict=True):
+        segments.append(segment_of(session, start, len(chunk)))
+        start += len(chunk)
+    plan = StepPlan.build(pool, tuple(segments), keeps=True)
+    ids = torch.tensor([token for chunk in chunks for token in chunk], device=target.device)
+    last = torch.tensor([segment.stop - 1 for segment in segments], device=target.device)
+    return Read(target.forward(ids, plan, last), plan.slots)
+
+
+def read_prepared(steps: Steps, sessions: Sequence[Session], chunks: Sequence[Sequence[int]]) -> Read | None:
+    """The same as chains of a prepared step, without recurrent states; None: no size holds them."""
+    staged = steps.stage(sessions, *_chains(chunks))
+    if staged is None:
+        return None
+    kept = [
+        start + row for start, chunk in zip(staged.starts, chunks, strict=True) for row in range(len(chunk))
+    ]
+    last = [start + len(chunk) - 1 for start, chunk in zip(staged.starts, chunks, strict=True)]
+    both = torch.tensor(kept + last, device=staged.slots.device)
+    rows, last_rows = both[: len(kept)], both[len(kept) :]
+    return Read(replace(staged.step, logits=staged.step.logits[last_rows]), staged.slots[rows], rows)
+
+
+def _chains(chunks: Sequence[Sequence[int]]) -> tuple[TreeBatch, list[int]]:
+    """A tree for each chunk, and its root: the first id; every other one hangs on the one before it."""
+    counts = torch.tensor([len(chunk) - 1 for chunk in chunks], dtype=torch.int32)
+    tokens = torch.zeros((len(chunks), int(counts.max())), dtype=torch.int32)
+    for row, chunk in zip(tokens, chunks, strict=True):
+        row[: len(chunk) - 1] = torch.tensor(chunk[1:], dtype=torch.int32)
+    above = torch.arange(tokens.shape[1], dtype=torch.int32).expand_as(tokens)
+    return TreeBatch(tokens, above, above + 1, counts), [chunk[0] for chunk in chunks]
 
 
 def segment_of(

@@ -14,9 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from ddtree import verify_batch
+from ddtree import staging, verify_batch
 from ddtree.accept import Acceptance, walk
-from ddtree.attention.plan import StepPlan
 from ddtree.budget import CostCurve
 from ddtree.errors import InvalidArgument
 from ddtree.grammar import GrammarCompiler
@@ -25,7 +24,7 @@ from ddtree.prefix_cache import PageKeys, Prefix
 from ddtree.pruning import prune
 from ddtree.samplers import Samplers
 from ddtree.sessions import Session, SessionTable
-from ddtree.staging import Staged, Steps, segment_of, stage
+from ddtree.staging import Staged, Steps
 from ddtree.tree_sampling import first_tokens, target_tokens
 from ddtree.types import (
     FeatureRequest,
@@ -143,22 +142,15 @@ class TargetVerifier:
             return verify_batch.nothing_prefilled(found, features)
         starts = verify_batch.starts_of(counts)
         rows = torch.cat([torch.arange(starts[i], starts[i] + counts[i]) for i in live]).to(self._device)
-        segments, start = [], 0
-        for i, session in live.items():
-            segments.append(segment_of(session, start, counts[i]))
-            start += counts[i]
-        last_rows = torch.tensor([segment.stop - 1 for segment in segments], device=self._device)
-        plan = StepPlan.build(self.pool, tuple(segments), keeps=True)
-        ids = torch.tensor([token for i in live for token in chunks[i]], device=self._device)
         try:
-            step = self.target.forward(ids, plan, last_rows)
+            read = self._read(list(live.values()), [chunks[i] for i in live])
         except Exception:
             # A recurrent state may have moved in some layers already: nobody must go on from there.
             self.sessions.release([session.session_id for session in live.values()])
             raise
-        features[rows] = self._project(step, plan.slots, None)
+        features[rows] = self._project(read.step, read.slots, read.rows)
         commits = [self.sessions.commit(session, chunks[i]) for i, session in live.items()]
-        first = first_tokens(step.logits, [session.sampler for session in live.values()])
+        first = first_tokens(read.step.logits, [session.sampler for session in live.values()])
         return verify_batch.prefilled(found, first.after(commits), features)
 
     @torch.inference_mode()
@@ -254,10 +246,17 @@ class TargetVerifier:
     def _find(self, sessions: SessionBatch) -> list[Session | None]:
         return [self.sessions.find(*row) for row in verify_batch.session_rows(sessions)]
 
+    def _read(self, sessions: Sequence[Session], chunks: Sequence[Sequence[int]]) -> staging.Read:
+        """Run the target over chunks of prompts, as a captured step where one of their size is prepared."""
+        read = None
+        if self._steps is not None and self.pool.states is None:
+            read = staging.read_prepared(self._steps, sessions, chunks)
+        return read or staging.read(self.target, self.pool, sessions, chunks)
+
     def _stage(self, sessions: Sequence[Session], trees: TreeBatch, roots: Sequence[int]) -> Staged:
         """Run the target over trees, as a captured step where one of their size is prepared."""
         staged = None if self._steps is None else self._steps.stage(sessions, trees, roots)
-        return staged or stage(self.target, self.pool, sessions, trees, roots)
+        return staged or staging.stage(self.target, self.pool, sessions, trees, roots)
 
     def _commit(
         self, sessions: Sequence[Session], staged: Staged, accepted: Acceptance, paths: verify_batch.Paths

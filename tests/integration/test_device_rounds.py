@@ -9,11 +9,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from ddtree import drafting
+from ddtree import drafting, staging
 from ddtree.config import ServingConfig
 from ddtree.device.buffers import StepSize
 from ddtree.device.loading import Preparation
@@ -95,6 +96,28 @@ async def test_alone(
     assert (nodes > 0) == (mode != "off" and budget != 0)
     if budget == 12:
         assert len(rounds) < 5 * TOKENS / 1.5  # drafts are accepted
+
+
+async def test_prompts_are_read_by_prepared_steps(
+    stages: InProcessStages, pair: tuple[Path, Path], text: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As chains, several prompts in one step; only a chunk beyond every size is read the general way."""
+    general = list[list[int]]()
+    read = staging.read
+
+    def noted(*arguments: Any) -> staging.Read:
+        general.append([len(chunk) for chunk in arguments[3]])
+        return read(*arguments)
+
+    monkeypatch.setattr(staging, "read", noted)
+    async with engine_over(stages, pair[0], Rounds()) as engine:
+        requests = [request(text, length, "tree", 3, max_tokens=6) for length in (1, 9, 5, 12)]
+        sinks = await generate_all(engine, requests)
+        assert not general
+        (long,) = await generate_all(engine, [request(text, 14, "off", 0, max_tokens=6)])
+    assert [sink.token_ids for sink in sinks] == [text[length : length + 6] for length in (1, 9, 5, 12)]
+    assert long.token_ids == text[14:20]
+    assert general == [[14]]
 
 
 async def test_together_with_different_budgets(
