@@ -53,7 +53,6 @@ class EnginePlayer:
             draft=draft,
             device=device.type,
             topology="in_process",
-            cuda_graphs=True,
             dtype=str(dtype).removeprefix("torch."),
             kv_cache_mib=64 if device.type == "cpu" else 4096,
             draft_kv_cache_mib=64 if device.type == "cpu" else 1024,

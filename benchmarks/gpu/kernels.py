@@ -1,4 +1,4 @@
-"""Where a step's time goes, kernel by kernel: `python -m benchmarks.gpu.kernels` prints a table for each step.
+"""Where a step's time goes, kernel by kernel: `python -m benchmarks.gpu.kernels` prints a table a step.
 
 What stands between the sum of the kernels and the whole step is gaps: a launch that waits for the one before
 it to end. Knows the shapes and ways of the benchmark, and no kernel by name.
@@ -20,7 +20,15 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.gpu.placement import Placement
 from benchmarks.gpu.seam import WAYS, RoundBench
-from benchmarks.gpu.shapes import PairShape, make_pair, qwen3_8b, qwen36_27b, tiny_hybrid, tiny_qwen3
+from benchmarks.gpu.shapes import (
+    PairShape,
+    make_pair,
+    qwen3_8b,
+    qwen36_27b,
+    smollm2_135m,
+    tiny_hybrid,
+    tiny_qwen3,
+)
 from benchmarks.gpu.timing import time_ms
 
 _REPLAYS = 5
@@ -28,6 +36,7 @@ _NAME_WIDTH = 78
 SHAPES: Mapping[str, Callable[[], PairShape]] = {
     "qwen3-8b": qwen3_8b,
     "qwen3.6-27b": qwen36_27b,
+    "smollm2-135m": smollm2_135m,
     "tiny": tiny_qwen3,
     "tiny-hybrid": tiny_hybrid,
 }
@@ -46,7 +55,7 @@ def shares_of(work: Callable[[], object], device: torch.device) -> dict[str, Sha
     for _ in range(2):
         work()
     kind = ProfilerActivity.CUDA if device.type == "cuda" else ProfilerActivity.CPU
-    with profile(activities=[kind]) as seen:
+    with profile(activities=[kind], acc_events=True) as seen:
         for _ in range(_REPLAYS):
             work()
         if device.type == "cuda":

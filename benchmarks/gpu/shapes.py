@@ -96,6 +96,12 @@ def tiny_qwen3() -> PairShape:
     return _qwen3("tiny Qwen3 shape", sizes, layers=3, draft_layers=2, taps=(0, 1))
 
 
+def smollm2_135m() -> PairShape:
+    """The demo pair's sizes, with Qwen3's norms of query and key heads besides."""
+    sizes = _sizes(hidden=576, inner=1536, heads=9, kv_heads=3, head_dim=64, vocab=49152)
+    return _qwen3("SmolLM2-135M sizes", sizes, layers=30, draft_layers=4, taps=(1, 8, 14, 20, 27))
+
+
 def thin_qwen3_8b(layers: int) -> PairShape:
     """Qwen3-8B's widths with fewer layers: its messages between stages, in a checkpoint that loads sooner."""
     sizes = _sizes(hidden=4096, inner=12288, heads=32, kv_heads=8, head_dim=128, vocab=151936)

@@ -8,7 +8,6 @@ this, so it takes part only when asked for.
 from __future__ import annotations
 
 import importlib.util
-import os
 import tempfile
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -58,7 +57,6 @@ def _compare(setting: Setting, saved: SavedPair) -> Facts:
     from benchmarks.players import Player, start_player
     from ddtree_local.project import find_project
 
-    os.environ["DDTREE_CUDA_GRAPHS"] = "true"  # of the servers, which inherit it
     setup = Setup(str(saved.target), str(saved.draft), str(setting.dtype).removeprefix("torch."), threads=2)
     job = Job(
         input_ids=tuple(at % 200 + 2 for at in range(16 if setting.is_tiny else _PROMPT_TOKENS)),

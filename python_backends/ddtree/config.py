@@ -70,8 +70,7 @@ class ServingConfig:
     draft_timeout_ms: int = 5000  # a drafter slower than this is done without
     drain_file: Path | None = None  # while this file is there, new requests are refused
     prefix_cache: bool = True  # prompts that begin alike share pages
-    # On a GPU: kernels of our own, and steps that are captured at load. Off until a GPU has run them.
-    cuda_graphs: bool = False
+    cuda_graphs: bool = True  # on a GPU: kernels of our own, and steps that are captured at load
 
     def __post_init__(self) -> None:
         for name, allowed in _CHOICES.items():
