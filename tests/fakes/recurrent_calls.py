@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 
@@ -19,14 +20,15 @@ def recurrent_calls(count: int, sequences: int, key_dim: int = 128) -> Iterator[
     matrices = tensor(layers, 8, heads, key_dim, key_dim, dtype=floats)
     states = longs(sequences)
 
-    def stage() -> None:
+    def stage(rows: int) -> None:
+        total = rows * sequences
         keys = tensor(total, key_heads, key_dim, dtype=floats)
         values, decays = tensor(total, heads, key_dim), tensor(total, heads, dtype=floats)
-        sees = tensor(sequences, count, count, dtype=torch.bool)
+        sees = tensor(sequences, rows, rows, dtype=torch.bool)
         updates = tensor(total, heads, key_dim, dtype=floats)
         own = (states, longs(sequences), longs(sequences))
         kernels.stage(
-            keys, keys, values, tensor(total, heads), decays, sees, matrices[0], *own, updates, count
+            keys, keys, values, tensor(total, heads), decays, sees, matrices[0], *own, updates, rows
         )
 
     def commit() -> None:
@@ -42,7 +44,8 @@ def recurrent_calls(count: int, sequences: int, key_dim: int = 128) -> Iterator[
         )
 
     case = f"{sequences} x {count} rows of {key_dim}"
-    yield Call(f"stage {case}", stage)
+    yield Call(f"stage {case}", partial(stage, count))
+    yield Call(f"stage single rows, {case}", partial(stage, 1))
     yield Call(f"recurrent commit {case}", commit)
     yield Call(f"recurrent convolve {case}", convolve_rows)
     yield from _layer_calls(kernels, count, sequences, key_dim)

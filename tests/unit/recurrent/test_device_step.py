@@ -121,6 +121,7 @@ CASES: list[tuple[Trees, list[int]]] = [
     ([[0, 0, 1, 2], None, [], [0, 1, 2, 3, 4]], [4, 1, 0, 1]),  # the empty place has a live one's state
     ([random_parents(random.Random(1), 16, reach=4), None], [2, 2]),
     ([[]], [3]),
+    ([None, [], []], [1, 1, 4]),  # single rows have a kernel of their own
 ]
 
 
