@@ -106,7 +106,7 @@ def kind_of(layer: Any) -> LayerKind | None:
         type(mixer) is family.attention and _is_plain(mixer)
     ):
         return None
-    if type(mlp) is not family.mlp or not _is_plain(mlp):
+    if type(mlp) is not family.mlp or not _is_plain(mlp) or type(mlp.up_proj) is not nn.Linear:
         return None
     weight = mlp.up_proj.weight
     if weight.is_meta or not isinstance(mlp.act_fn, (SiLUActivation, nn.SiLU)):
