@@ -53,20 +53,33 @@ class IncrementalDetokenizer:
         self._given = 0  # characters of the window's text already given out
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Take the next ids and give the text that is now certain, at a cost bounded per token."""
-        audible = [token_id for token_id in token_ids if not self._decoder.is_silent(token_id)]
-        if not audible:
-            return ""
-        self._window += audible
-        if self._decoder.is_byte(audible[-1]):
-            # One more byte can turn a whole run of byte tokens, valid so far, into replacement characters.
-            return ""
+        """Take the next ids and give the text that is now certain, at a cost bounded per token.
+
+        How ids are divided among pushes does not matter: a round's at once cost little more than one.
+        """
+        decoder = self._decoder
+        audible = [token_id for token_id in token_ids if not decoder.is_silent(token_id)]
+        # One more byte can turn a whole run of byte tokens, valid so far, into replacement characters.
+        settled = len(audible)
+        while settled and decoder.is_byte(audible[settled - 1]):
+            settled -= 1
+        delta = self._settle(audible[:settled]) if settled else ""
+        self._window += audible[settled:]
+        return delta
+
+    def finish(self) -> str:
+        """Give out what was held back; nothing may be pushed afterwards."""
+        text = self._decoder.decode(self._window)
+        return self._give(text, len(text))
+
+    def _settle(self, token_ids: Sequence[int]) -> str:
+        """Take ids of which the last is no byte token."""
+        self._window += token_ids
         text = self._decoder.decode(self._window)
         is_clean = not text.endswith(_REPLACEMENT)
         delta = self._give(text, len(text) if is_clean else len(text) - 1)
         if is_clean:
-            self._slide(self._border)
-            self._border = len(self._window)
+            self._begin_at_border()
         elif len(self._window) > _LONGEST_UNCLEAN_WINDOW:
             # Text full of replacement characters: a lead byte restarts UTF-8, so earlier tokens may go.
             self._slide(len(self._window) - _UNFINISHED_TOKENS - 1)
@@ -74,10 +87,14 @@ class IncrementalDetokenizer:
             self._given -= 1
         return delta
 
-    def finish(self) -> str:
-        """Give out what was held back; nothing may be pushed afterwards."""
-        text = self._decoder.decode(self._window)
-        return self._give(text, len(text))
+    def _begin_at_border(self) -> None:
+        """Leave a clean border's last token alone in the window, or what came since the border before."""
+        last = self._decoder.decode(self._window[-1:])
+        if _REPLACEMENT in last:  # it ends a character that another token began
+            self._slide(self._border)
+        else:
+            self._window, self._given = self._window[-1:], len(last)
+        self._border = len(self._window)
 
     def _give(self, text: str, end: int) -> str:
         start, self._given = self._given, max(self._given, end)

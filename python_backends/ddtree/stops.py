@@ -37,9 +37,14 @@ class StopFinder:
         self._node = self._root
         self._held = ""  # always the text of `_node`
 
+    @property
+    def is_looking(self) -> bool:
+        """Whether there are stop strings at all."""
+        return bool(self._root.children)
+
     def push(self, text: str) -> StopScan:
         """Take the next piece; what cannot belong to a stop string is given back."""
-        if not self._root.children:
+        if not self.is_looking:
             return StopScan(text, None)
         pending = self._held + text
         for index, character in enumerate(text, start=len(self._held) + 1):

@@ -47,6 +47,19 @@ def test_deltas_join_to_the_text_of_all_ids(build: Callable[[], object], data: s
     assert "".join(deltas) == codec.decode(ids)
 
 
+@TOKENIZERS
+@settings(max_examples=400, deadline=None)
+@given(data=st.data())
+def test_ids_at_once_give_what_they_give_one_by_one(build: Callable[[], object], data: st.DataObject) -> None:
+    """So a round's text is shown with the round, however many tokens it has."""
+    codec = codec_of(build)
+    runs = st.lists(st.tuples(st.integers(0, len(build()) + 1), st.integers(1, 5)), max_size=5)  # type: ignore[arg-type]
+    at_once, one_by_one = IncrementalDetokenizer(codec), IncrementalDetokenizer(codec)
+    for drawn in data.draw(st.lists(runs, max_size=6)):
+        ids = [token for token, count in drawn for _ in range(count)]
+        assert at_once.push(ids) == "".join(one_by_one.push([token]) for token in ids)
+
+
 @pytest.mark.demo
 @settings(max_examples=300, deadline=None)
 @given(data=st.data())
@@ -147,10 +160,21 @@ class CountingDecoder:
 @TOKENIZERS
 @pytest.mark.parametrize("text", ["a", "\ufffd", "é", "😀", "<|end|>", "The quick "])
 def test_the_cost_of_a_token_does_not_grow(build: Callable[[], object], text: str) -> None:
-    decoder = CountingDecoder(codec_of(build))
-    detokenizer = IncrementalDetokenizer(decoder)
     ids = codec_of(build).encode(text) * 500
-    for token_id in ids:
-        detokenizer.push([token_id])
-    detokenizer.finish()
-    assert decoder.decoded <= 40 * len(ids)
+    for size in (1, 5):
+        decoder = CountingDecoder(codec_of(build))
+        detokenizer = IncrementalDetokenizer(decoder)
+        for start in range(0, len(ids), size):
+            detokenizer.push(ids[start : start + size])
+        detokenizer.finish()
+        assert decoder.decoded <= 40 * len(ids)
+
+
+def test_the_tokens_of_a_round_are_decoded_together() -> None:
+    codec = codec_of(tokenizers.byte_level)
+    decoder = CountingDecoder(codec)
+    detokenizer = IncrementalDetokenizer(decoder)
+    ids = codec.encode("The quick brown fox jumps over the lazy dog. ") * 8
+    for start in range(0, len(ids), 8):
+        detokenizer.push(ids[start : start + 8])
+    assert decoder.decoded <= 1.5 * len(ids)

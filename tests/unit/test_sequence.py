@@ -46,6 +46,21 @@ def test_a_round_gives_its_text_and_goes_on(codec: TextCodec) -> None:
     assert not sequence.is_finished
 
 
+@settings(max_examples=200, deadline=None)
+@given(data=st.data(), max_tokens=st.integers(1, 30), end=st.integers(0, 329))
+def test_a_round_at_once_gives_what_its_tokens_give_one_by_one(
+    codec: TextCodec, data: st.DataObject, max_tokens: int, end: int
+) -> None:
+    """A stop string makes a sequence look at every token; this one never comes."""
+    common = {"max_tokens": max_tokens, "stop_ids": frozenset({EOS, end})}
+    at_once, one_by_one = start(codec, **common), start(codec, stop_strings=("\U0010ffff",), **common)
+    for tokens in data.draw(st.lists(st.lists(st.integers(2, 331), min_size=1, max_size=9), max_size=6)):
+        if not at_once.is_finished:
+            assert at_once.append(tokens, 8) == one_by_one.append(tokens, 8)
+    assert at_once.is_finished == one_by_one.is_finished
+    assert at_once.stats == one_by_one.stats
+
+
 def test_a_stop_id_is_kept_in_the_ids_and_not_in_the_text(codec: TextCodec) -> None:
     sequence = start(codec)
     a, b, c = letters(codec, "abc")
