@@ -10,6 +10,8 @@ import torch
 from ddtree.device.kernels.centred_norm import centred_norm
 from ddtree.device.kernels.layer import Heads, add_norm, open_gates, turn
 from ddtree.recurrent.kernels import TreeKernels
+from ddtree.recurrent.layer import LayerInputs, LayerWeights
+from ddtree.recurrent.state_pool import Stash
 from tests.fakes.kernel_calls import Call, longs, tensor
 
 
@@ -56,7 +58,7 @@ def _layer_calls(kernels: TreeKernels, count: int, sequences: int, key_dim: int)
     floats, key_heads, heads, layers = torch.float32, 16, 48, 3
     total, channels = count * sequences, (2 * key_heads + heads) * key_dim
     states, keys = longs(sequences), tensor(total, key_heads, key_dim, dtype=floats)
-    inputs, weight = tensor(total, channels), tensor(channels, 4)
+    weight = tensor(channels, 4)
 
     def sight() -> None:
         bits = tensor(sequences, count, -(-count // 64), dtype=torch.int64)
@@ -74,15 +76,16 @@ def _layer_calls(kernels: TreeKernels, count: int, sequences: int, key_dim: int)
         open_gates(tensor(total, gated.queries * gated.size), packed, gated)
         add_norm(tensor(total, 40 * key_dim), tensor(total, 40 * key_dim), tensor(40 * key_dim), 1e-6, True)
 
-    def prepare() -> None:
-        shape = (heads, key_dim)
-        tails = tensor(8, 3, channels)
-        kernels.heads(inputs, tails, weight, longs(total, 4), states, keys, inputs, shape)
-
-    def sum_decays() -> None:
-        steps, rates, decays = tensor(total, heads), tensor(heads), tensor(total, heads, dtype=floats)
+    def open_rows() -> None:
+        tails, updates = tensor(8, 3, channels), tensor(total, heads, key_dim, dtype=floats)
+        parts = channels, heads * key_dim, heads, heads
+        mixed, gates, betas, steps = tensor(total, sum(parts)).split(parts, dim=1)
+        rows = LayerInputs(mixed, gates.unflatten(1, (heads, key_dim)), betas, steps)
+        weights = LayerWeights(weight, tensor(heads), tensor(heads), tensor(key_dim), 1e-6)
+        stash = Stash(keys, updates, tensor(total, heads, dtype=floats), tensor(total, channels))
         sees = tensor(sequences, count, count, dtype=torch.bool)
-        kernels.sum_decays(steps, steps, rates, rates, sees, longs(sequences), longs(sequences), decays)
+        own = (states, sees, longs(sequences), longs(sequences))
+        kernels.open_rows(rows, weights, tails, longs(total, 4), *own, stash)
 
     def gate() -> None:
         outputs = tensor(total, heads, key_dim, dtype=floats)
@@ -96,7 +99,6 @@ def _layer_calls(kernels: TreeKernels, count: int, sequences: int, key_dim: int)
     yield Call(f"recurrent sight {case}", sight)
     yield Call(f"centred norms {case}", normalise)
     yield Call(f"gated attention {case}", attend)
-    yield Call(f"recurrent heads {case}", prepare)
-    yield Call(f"recurrent decays {case}", sum_decays)
+    yield Call(f"recurrent rows {case}", open_rows)
     yield Call(f"recurrent gate {case}", gate)
     yield Call(f"recurrent tails {case}", move_tails)

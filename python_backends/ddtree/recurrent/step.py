@@ -198,21 +198,17 @@ class RecurrentStep:
 
         For steps that are staged, where there are kernels.
         """
-        place, kernels, shape = self.pool.place(layer), self.pool.kernels, self.pool.shape
+        place, kernels = self.pool.place(layer), self.pool.kernels
         assert kernels is not None, "there are no kernels here"
         assert self.sees is not None, "what is kept is read without kernels"
-        stash, tails = self.pool.stash.layer(place), self.pool.tails[place]
-        queries, values = kernels.heads(
-            inputs.mixed, tails, weights.convolution, self.windows, self.states, stash.keys, stash.inputs,
-            (shape.value_heads, shape.value_dim),
-        )  # fmt: skip
-        shares = kernels.sum_decays(
-            inputs.steps, inputs.betas, weights.rates, weights.bias, self.sees, self.starts, self.counts,
-            stash.decays,
+        stash = self.pool.stash.layer(place)
+        rows = kernels.open_rows(
+            inputs, weights, self.pool.tails[place], self.windows, self.states, self.sees, self.starts,
+            self.counts, stash,
         )  # fmt: skip
         outputs = kernels.stage(
-            queries, stash.keys, values, shares, stash.decays, self.sees, self.pool.matrices[place],
-            self.states, self.starts, self.counts, stash.updates, self._room,
+            rows.queries, stash.keys, rows.values, rows.shares, stash.decays, self.sees,
+            self.pool.matrices[place], self.states, self.starts, self.counts, stash.updates, self._room,
         )  # fmt: skip
         return kernels.gate(outputs, inputs.gates, weights.norm, weights.eps)
 

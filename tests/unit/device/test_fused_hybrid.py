@@ -140,7 +140,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ran]:
 
         for name in ("add_norm", "turn", "tree_attention", "open_gates", "gate"):
             noted(fused_layers, name)
-        for name in ("heads", "sum_decays", "stage"):
+        for name in ("open_rows", "stage"):
             noted(TreeKernels, name)
         noted(torch.nn.functional, "linear")
         staged = stage(runner, sequences, two_trees())
@@ -172,8 +172,7 @@ def test_a_layer_is_eleven_launches(ran: Ran) -> None:
     mlp = ["linear", "add_norm", "linear", "gate", "linear", "add_norm"]
     recurrent = [
         "linear",
-        "heads",
-        "sum_decays",
+        "open_rows",
         "stage",
         *mlp,
     ]  # a kernel `gate` of the step's own behind it

@@ -211,10 +211,17 @@ def test_sight_is_worked_out_at_once(nodes: int, kernel: int) -> None:
 def test_decays_of_any_step_are_exact() -> None:
     """Tiny ones too: a head that forgets nearly nothing must still forget that."""
     values = torch.tensor([-40.0, -20, -16, -10, -3, 0, 5, 19, 21, 80])[:, None]
-    sees, decays = torch.eye(10, dtype=torch.bool, device=DEVICE)[None], torch.zeros((10, 1), device=DEVICE)
-    zero = torch.zeros(1, device=DEVICE)
-    own = (sees, zero.long(), zero.long() + 10, decays)
-    shares = KERNELS.sum_decays(values.to(DEVICE), values.to(DEVICE), zero, zero, *own)
+    shape = StateShape(
+        (0,), key_heads=1, value_heads=1, key_dim=4, value_dim=4, kernel=2, dtype=torch.float32
+    )
+    step = packed_step(make_pool(shape, KERNELS, 10, 10), [[]] * 10, list(range(10)))
+    assert step.sees is not None
+    inputs, weights = layer_of(shape, 0, 10)
+    zero, stash = torch.zeros(1, device=DEVICE), step.pool.stash.layer(0)
+    inputs = replace(inputs, steps=values.to(DEVICE), betas=values.to(DEVICE))
+    own = (step.pool.tails[0], step.windows, step.states, step.sees, step.starts, step.counts, stash)
+    shares = KERNELS.open_rows(inputs, replace(weights, rates=zero, bias=zero), *own).shares
+    decays = stash.decays
     exact = functional.softplus(values.double(), threshold=100.0)
     torch.testing.assert_close(-decays.cpu().double(), exact, rtol=1e-5, atol=0.0)
     torch.testing.assert_close(shares.cpu(), values.sigmoid(), rtol=1e-5, atol=1e-12)

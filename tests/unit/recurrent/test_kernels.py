@@ -14,6 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ddtree.device import attend
+from ddtree.device.kernels.gated_delta import OpenedRows
 from ddtree.device.plan import DevicePlan
 from ddtree.device.rows import DeviceRows
 from ddtree.hybrid_cache import HybridPool
@@ -21,7 +22,7 @@ from ddtree.models.target import TargetModel
 from ddtree.recurrent.gated_delta import unit
 from ddtree.recurrent.kernel_choice import kernels_for, tried
 from ddtree.recurrent.kernels import TreeKernels
-from ddtree.recurrent.layer import LayerRows
+from ddtree.recurrent.layer import LayerInputs, LayerRows
 from ddtree.recurrent.state_pool import PoolSize, StatePool, StateShape
 from ddtree.recurrent.step import RecurrentStep, Span
 from tests.fakes.device import DEVICE
@@ -190,12 +191,12 @@ class _NoLaunch(TreeKernels):
         sees = torch.ones((*depths.shape, bits.shape[1]), dtype=torch.bool)
         return sees, torch.zeros((depths.numel(), kernel), dtype=torch.int64)
 
-    def heads(self, inputs: torch.Tensor, *others: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        keys, value_shape = others[4], others[6]
-        return inputs.new_zeros((len(inputs), *keys.shape[1:])), inputs.new_zeros((len(inputs), *value_shape))
-
-    def sum_decays(self, steps: torch.Tensor, *_: Any) -> torch.Tensor:
-        return torch.zeros_like(steps)
+    def open_rows(self, inputs: LayerInputs, *others: Any) -> OpenedRows:
+        stash, count = others[-1], len(inputs.mixed)
+        queries, values = (
+            inputs.mixed.new_zeros((count, *part.shape[1:])) for part in (stash.keys, stash.updates)
+        )
+        return OpenedRows(queries, values, torch.zeros_like(inputs.betas))
 
     def gate(self, outputs: torch.Tensor, gates: torch.Tensor, *_: Any) -> torch.Tensor:
         assert len(outputs) == len(gates)

@@ -1,6 +1,6 @@
 """What stands around the tree form in a Gated DeltaNet layer, as kernels in the Triton language.
 
-Before it: convolution, activation and norm of every head at once; decays summed along paths, and shares.
+Before it: convolution, activation and norm of every head, decays summed along paths, shares, all at once.
 After it: the gated norm. One operation at a time these are forty launches a layer, which take longer than the
 tree form itself. They round where the model's own forward rounds. Behind a commit: the tails of all layers.
 
@@ -10,11 +10,18 @@ module knows tensors.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
 import torch
 import triton
 import triton.language as tl
 
-_LEAST_DOT = 16  # smallest side of Triton's matrix product
+if TYPE_CHECKING:
+    from ddtree.recurrent.layer import LayerInputs, LayerWeights
+    from ddtree.recurrent.state_pool import Stash
+
+_ROWS_AT_ONCE = 16  # whose decays are summed at a time
 _TAIL_CHANNELS = 256  # of a program
 _NORM_EPS = 1e-6  # of `gated_delta.unit`
 
@@ -41,12 +48,12 @@ def along_path(  # noqa: ANN201 - kernels have no types of Python's
 
 
 @triton.jit
-def _heads_kernel(
-    inputs, tails, weight, windows, states, queries, keys, values, kept,
+def _head(
+    inputs, tails, weight, windows, states, queries, keys, values, kept, row, head,
     num_tails, channels, input_row, key_heads, key_dim, value_heads, value_dim, scale, eps,
     KERNEL: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    """One head of one row, of queries, keys or values."""
     is_query, is_value = head < key_heads, head >= 2 * key_heads
     is_key = (head >= key_heads) & (head < 2 * key_heads)
     size = tl.where(is_value, value_dim, key_dim)
@@ -71,22 +78,22 @@ def _heads_kernel(
 
 
 @triton.jit
-def _decays_kernel(
-    steps, betas, rates, bias, sees, starts, counts, decays, shares, heads, widest, step_row, beta_row,
+def _decays(
+    steps, betas, rates, bias, sees, decays, shares, start, node, heads, step_row, beta_row,
     HEADS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    sequence, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    start, count = tl.load(starts + sequence), tl.load(counts + sequence)
+    """All heads of one row: decays summed over the rows that it sees, and its shares."""
     lane, head = tl.arange(0, BLOCK), tl.arange(0, HEADS)
-    is_head, row = head < heads, block * BLOCK + lane
-    is_row = row < count
+    is_head = head < heads
     rate = tl.exp(tl.load(rates + head, mask=is_head, other=0.0).to(tl.float32))
     shift = tl.load(bias + head, mask=is_head, other=0.0).to(tl.float32)
-    total = tl.zeros((BLOCK, HEADS), tl.float32)
-    # Ancestors precede, so blocks behind the own one have none.
-    for first in range(0, tl.minimum(count, (block + 1) * BLOCK), BLOCK):
+    total = tl.zeros((HEADS,), tl.float32)
+    # Ancestors precede.
+    for first in range(0, node + 1, BLOCK):
         other = first + lane
-        mask = (other < count)[:, None] & is_head[None, :]
+        is_other = other <= node
+        is_seen = tl.load(sees + other, mask=is_other, other=0)
+        mask = is_other[:, None] & is_head[None, :]
         step = tl.load(steps + (start + other)[:, None] * step_row + head[None, :], mask=mask, other=0.0)
         step = step.to(tl.float32) + shift[None, :]
         # log(1 + e^x), exact for small e^x too
@@ -94,17 +101,38 @@ def _decays_kernel(
         more = 1.0 + grown
         soft = tl.where(more == 1.0, grown, tl.log(more) * (grown / tl.where(more == 1.0, 1.0, more - 1.0)))
         soft = tl.where(step > 20.0, step, soft)
-        log_decay = tl.where(mask, -rate[None, :] * soft, 0.0)
-        both = is_row[:, None] & (other < count)[None, :]
-        at_pair = (sequence * widest + row)[:, None] * widest + other[None, :]
-        is_seen = tl.load(sees + at_pair, mask=both, other=0)
-        total = tl.dot((is_seen != 0).to(tl.float32), log_decay, total, input_precision="tf32x3")
-    at = (start + row)[:, None] * heads + head[None, :]
-    own = is_row[:, None] & is_head[None, :]
-    tl.store(decays + at, total, mask=own)
-    at_beta = (start + row)[:, None] * beta_row + head[None, :]
-    beta = tl.load(betas + at_beta, mask=own, other=0.0).to(tl.float32)
-    tl.store(shares + at, tl.sigmoid(beta).to(shares.dtype.element_ty), mask=own)
+        total -= tl.sum(tl.where((is_seen != 0)[:, None], rate[None, :] * soft, 0.0), axis=0)
+    at = (start + node) * heads + head
+    tl.store(decays + at, total, mask=is_head)
+    beta = tl.load(betas + (start + node) * beta_row + head, mask=is_head, other=0.0).to(tl.float32)
+    tl.store(shares + at, tl.sigmoid(beta).to(shares.dtype.element_ty), mask=is_head)
+
+
+@triton.jit
+def _open_kernel(
+    inputs, tails, weight, windows, states, queries, keys, values, kept,
+    steps, betas, rates, bias, sees, starts, counts, decays, shares,
+    sequences, widest, num_tails, channels, input_row, step_row, beta_row,
+    key_heads, key_dim, value_heads, value_dim, scale, eps,
+    KERNEL: tl.constexpr, WIDTH: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    task = tl.program_id(0)
+    # The sums take longest, so they come first.
+    if task < sequences * widest:
+        sequence, node = task // widest, task % widest
+        if node < tl.load(counts + sequence):
+            _decays(
+                steps, betas, rates, bias, sees + task.to(tl.int64) * widest, decays, shares,
+                tl.load(starts + sequence), node, value_heads, step_row, beta_row, HEADS, BLOCK,
+            )  # fmt: skip
+    else:
+        task -= sequences * widest
+        heads = 2 * key_heads + value_heads
+        _head(
+            inputs, tails, weight, windows, states, queries, keys, values, kept,
+            (task // heads).to(tl.int64), task % heads, num_tails, channels, input_row,
+            key_heads, key_dim, value_heads, value_dim, scale, eps, KERNEL, WIDTH,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -168,6 +196,15 @@ def _sight_kernel(
         tl.store(windows + row * KERNEL + position, tl.where(wanted >= 0, in_rows, in_tail))
 
 
+@dataclass(frozen=True)
+class OpenedRows:
+    """What the tree form reads of a layer's rows, beside what is in the stash."""
+
+    queries: torch.Tensor  # [n, Hk, dk] float32, normalised and scaled
+    values: torch.Tensor  # [n, Hv, dv] in the inputs' dtype
+    shares: torch.Tensor  # [n, Hv] that updates are written with
+
+
 class LayerKernels:
     """Launches them. Tensors are on one device; shapes are those of `step`."""
 
@@ -187,58 +224,39 @@ class LayerKernels:
         )  # fmt: skip
         return sees.view(torch.bool), windows
 
-    def heads(
+    def open_rows(
         self,
-        inputs: torch.Tensor,  # [n, channels], maybe columns of wider rows
+        inputs: LayerInputs,  # maybe columns of wider rows
+        weights: LayerWeights,
         tails: torch.Tensor,  # [states, kernel - 1, channels], of one layer
-        weight: torch.Tensor,  # [channels, kernel]
         windows: torch.Tensor,  # [n, kernel] int64
         states: torch.Tensor,  # [S] int64
-        keys: torch.Tensor,  # [n or more, Hk, dk] float32, written: normalised
-        kept: torch.Tensor,  # [n or more, channels], written: the inputs
-        value_shape: tuple[int, int],  # Hv, dv
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Convolve with ancestors, activate (SiLU) and normalise.
-
-        Returns:
-            Queries `[n, Hk, dk]` float32, normalised and scaled; values `[n, Hv, dv]` in the inputs' dtype.
-        """
-        count, channels = inputs.shape
-        inputs = _side_by_side(inputs)
-        key_heads, key_dim = keys.shape[1:]
-        value_heads, value_dim = value_shape
-        kernel = weight.shape[1]
-        queries = torch.empty((count, key_heads, key_dim), dtype=torch.float32, device=inputs.device)
-        values = torch.empty((count, value_heads, value_dim), dtype=inputs.dtype, device=inputs.device)
-        _heads_kernel[(count, 2 * key_heads + value_heads)](
-            inputs, tails, weight.contiguous(), windows, states, queries, keys, values, kept,
-            len(states) * (kernel - 1), channels, inputs.stride(0), key_heads, key_dim, value_heads,
-            value_dim, key_dim**-0.5, _NORM_EPS,
-            KERNEL=kernel, WIDTH=triton.next_power_of_2(max(key_dim, value_dim)), num_warps=1,
-        )  # fmt: skip
-        return queries, values
-
-    def sum_decays(
-        self,
-        steps: torch.Tensor,  # [n, Hv] before the softplus, maybe columns of wider rows
-        betas: torch.Tensor,  # [n, Hv] before the sigmoid, the same
-        rates: torch.Tensor,  # [Hv] logarithms of the decays' rates
-        bias: torch.Tensor,  # [Hv] of the steps
         sees: torch.Tensor,  # [S, N, N] bool
         starts: torch.Tensor,  # [S] int64
         counts: torch.Tensor,  # [S] int64
-        decays: torch.Tensor,  # [n or more, Hv] float32, written: summed along each row's path
-    ) -> torch.Tensor:
-        """Sum the log decays along paths; gives the shares `[n, Hv]` that updates are written with."""
-        value_heads, widest = steps.shape[1], sees.shape[1]
-        steps, betas = _side_by_side(steps), _side_by_side(betas)
-        shares = torch.empty(betas.shape, dtype=betas.dtype, device=betas.device)
-        _decays_kernel[(len(sees), triton.cdiv(widest, _LEAST_DOT))](
-            steps, betas, rates, bias, sees.view(torch.uint8), starts, counts,
-            decays, shares, value_heads, widest, steps.stride(0), betas.stride(0),
-            HEADS=max(_LEAST_DOT, triton.next_power_of_2(value_heads)), BLOCK=_LEAST_DOT,
+        stash: Stash,  # of the layer; keys, decays and inputs are written
+    ) -> OpenedRows:
+        """Convolve with ancestors, activate (SiLU) and normalise; sum the decays along paths."""
+        mixed, steps, betas = map(_side_by_side, (inputs.mixed, inputs.steps, inputs.betas))
+        count, channels = mixed.shape
+        key_heads, key_dim = stash.keys.shape[1:]
+        value_heads, value_dim = stash.updates.shape[1:]
+        sequences, widest, kernel = len(states), sees.shape[1], windows.shape[1]
+        opened = OpenedRows(
+            torch.empty((count, key_heads, key_dim), dtype=torch.float32, device=mixed.device),
+            torch.empty((count, value_heads, value_dim), dtype=mixed.dtype, device=mixed.device),
+            torch.empty((count, value_heads), dtype=betas.dtype, device=mixed.device),
+        )
+        _open_kernel[(sequences * widest + count * (2 * key_heads + value_heads),)](
+            mixed, tails, weights.convolution.contiguous(), windows, states, opened.queries, stash.keys,
+            opened.values, stash.inputs, steps, betas, weights.rates, weights.bias, sees.view(torch.uint8),
+            starts, counts, stash.decays, opened.shares, sequences, widest, sequences * (kernel - 1),
+            channels, mixed.stride(0), steps.stride(0), betas.stride(0), key_heads, key_dim, value_heads,
+            value_dim, key_dim**-0.5, _NORM_EPS,
+            KERNEL=kernel, WIDTH=triton.next_power_of_2(max(key_dim, value_dim)),
+            HEADS=triton.next_power_of_2(value_heads), BLOCK=_ROWS_AT_ONCE, num_warps=1,
         )  # fmt: skip
-        return shares
+        return opened
 
     def gate(
         self,
