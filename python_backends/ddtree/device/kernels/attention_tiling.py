@@ -6,10 +6,21 @@ GPU and knows nothing of kernels.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import cache
 
 _LEAST_DOT = 16  # smallest side of Triton's matrix product
+_WIDE_DOT = 64  # query rows from which Hopper has an instruction of its own
 _LONGEST_JOIN = 64  # splits that one program joins without running out of registers
+_EASY_JOIN = 64 * 128  # numbers of a head that four warps join, 64 a thread; eight join more
+_WARP_JOINS = 16 * 128  # and these one warp, which waits for no other
+
+# In units of what a program of 64 query rows takes for a block of keys (measured: 1.2 us, two side by side).
+_LAST_BLOCK = 0.6  # what one of 16 query rows takes
+_WAVE = 1.0  # start and end of a wave of programs
+_PARTS = 3.0  # writing what a wave's programs found and reading it again, were all rows real
+_HARD_JOIN = 1.0  # what a join of eight warps takes longer
 
 
 @dataclass(frozen=True)
@@ -39,7 +50,10 @@ class Tiling:
     splits: int = 0  # shares of the keys, 1..64
     warps: int = 0
     stages: int = 0  # blocks on their way from memory at a time
+    last_rows: int = 0  # query rows of the last tile's programs; as `rows` where few left over are not apart
+    last_splits: int = 0  # shares of the keys in the last tile
     join_warps: int = 0
+    join_heads: int = 0  # heads that a program joins, a power of two
 
 
 @dataclass(frozen=True)
@@ -56,35 +70,83 @@ def padded(size: int) -> int:
     return max(_LEAST_DOT, 1 << (size - 1).bit_length())
 
 
+@cache  # every layer of every step asks
 def tiling_for(shape: AttentionShape, wish: Tiling | None = None) -> Tiling:
-    """What is launched for a shape; the fields of `wish` that are not 0 are kept."""
+    """What is launched for a shape; the fields of `wish` that are not 0 are kept.
+
+    But for the last tile's, where its rows are more than `last_rows` or where it is the only one.
+    """
     wish, card = wish or Tiling(), _Card()
     exact = shape.item_bytes >= 4  # no tensor cores: operands stand in registers, so small blocks
     rows = wish.rows or (_LEAST_DOT if exact else _query_rows(shape.folded))
     width = padded(shape.head_dim)
-    keys = wish.keys or (16 if exact else 64 if width <= 128 else 32)
-    work = shape.places * shape.kv_heads * -(-shape.folded // rows)
-    blocks = -(-shape.slots // keys) + -(-shape.rows // keys)
-    warps = 8 if rows * width >= 128 * 128 else 4
+    narrow = rows < _WIDE_DOT and not exact  # waits for memory, not for products: small blocks, few warps
+    keys = wish.keys or (16 if exact else 32 if narrow else 64)
+    warps = wish.warps or (8 if rows * width >= 128 * 128 else 2 if narrow and width <= 128 else 4)
     # The registers of eight warps leave no room for another eight.
-    at_a_time = 1 if warps == 8 else card.waves
-    # Rounded down: the last few programs of a wave too many would take as long as a whole wave.
-    splits = max(1, min(at_a_time * card.processors // work, blocks, _LONGEST_JOIN))
+    at_a_time = 1 if warps >= 8 else card.waves
     fits = card.shared_bytes // at_a_time - rows * width * shape.item_bytes
     stages = fits // (2 * keys * width * shape.item_bytes)
-    splits = wish.splits or splits
+    last_rows = wish.last_rows or min(rows, _LEAST_DOT)
+    if shape.folded < rows or not 0 < shape.folded % rows <= last_rows:
+        last_rows = rows
+    shares = _shares(shape, replace(wish, rows=rows, keys=keys, last_rows=last_rows), at_a_time)
+    joined = shares.joined * width
     return Tiling(
         rows=rows,
         keys=keys,
-        splits=splits,
-        warps=wish.warps or warps,
-        stages=wish.stages or max(1, min(3, stages)),
-        join_warps=wish.join_warps or (8 if splits * width > 64 * 128 else 4),
+        splits=shares.full,
+        warps=warps,
+        stages=wish.stages or max(1, min(4 if narrow and width <= 128 else 3, stages)),
+        last_rows=last_rows,
+        last_splits=shares.last,
+        join_warps=wish.join_warps or (8 if joined > _EASY_JOIN else 4),
+        join_heads=wish.join_heads or (4 if joined <= _WARP_JOINS else 1),
     )
 
 
 def _query_rows(folded: int) -> int:
-    """16 or 32 where all fit; else 64 or 128, whichever pads less, and the larger where both pad alike."""
-    if folded <= 32:
-        return padded(folded)
-    return min((128, 64), key=lambda rows: -(-folded // rows) * rows)
+    """16 or 32 where all fit; else 64, of which two programs run side by side: 128 take as long for each."""
+    return padded(folded) if folded <= _WIDE_DOT // 2 else _WIDE_DOT
+
+
+@dataclass(frozen=True)
+class _Shares:
+    """Of the keys: how many for every tile, and for the last where its rows are apart."""
+
+    full: int
+    last: int
+
+    @property
+    def joined(self) -> int:
+        """Splits of a row as a join has room for them."""
+        return 1 << (max(self.full, self.last) - 1).bit_length()
+
+
+def _shares(shape: AttentionShape, cut: Tiling, at_a_time: int) -> _Shares:
+    """Those whose programs are done first; with `cut.splits` and `cut.last_splits`, these.
+
+    All programs that run at a time are a wave, and the last few of them take as long as a whole one. Lengths
+    are not known here: shares are of what a place has room for, and need not come out even.
+    """
+    slots, heads = at_a_time * _Card().processors, shape.places * shape.kv_heads
+    blocks = -(-shape.slots // cut.keys) + -(-shape.rows // cut.keys)
+    apart = cut.last_rows < cut.rows
+    tiles = heads * (shape.folded // cut.rows if apart else -(-shape.folded // cut.rows))
+    width, real = padded(shape.head_dim), min(shape.folded, cut.rows) / _WIDE_DOT
+
+    def cost(shares: _Shares) -> float:
+        programs = tiles * shares.full + heads * shares.last * apart
+        each = blocks / shares.full
+        if apart:
+            each = max(each, _LAST_BLOCK * blocks / shares.last)
+        join = _PARTS * real * programs / slots + _HARD_JOIN * (shares.joined * width > _EASY_JOIN)
+        return -(-programs // slots) * (each + _WAVE) + join
+
+    def lasts(full: int) -> Iterable[int]:
+        if not apart:
+            return (full,)
+        return (cut.last_splits,) if cut.last_splits else range(-(-full // 2), full + 1)
+
+    fulls = (cut.splits,) if cut.splits else range(1, min(blocks, _LONGEST_JOIN) + 1)
+    return min((_Shares(full, last) for full in fulls for last in lasts(full)), key=cost)
