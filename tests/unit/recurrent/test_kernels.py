@@ -243,6 +243,14 @@ def test_a_step_of_a_whole_target_never_looks_at_values(
         step.commit(ids[:, :3].int(), ids[:, 0].int())
 
 
+class _SingleRowsLost(TreeKernels):
+    """Right in trees, and not a number in a plain step."""
+
+    def stage(self, *arguments: Any) -> torch.Tensor:
+        outputs, sees = super().stage(*arguments), arguments[5]
+        return outputs * float("nan") if sees.shape[1] == 1 else outputs
+
+
 def test_kernels_are_tried_before_they_are_used(caplog: pytest.LogCaptureFixture) -> None:
     def missing() -> TreeKernels:
         raise ImportError("No module\nnamed 'triton'")
@@ -252,7 +260,9 @@ def test_kernels_are_tried_before_they_are_used(caplog: pytest.LogCaptureFixture
     with caplog.at_level(logging.WARNING):
         assert tried(DEVICE, missing) is None
         assert tried(DEVICE, _NoLaunch) is None
+        assert tried(DEVICE, _SingleRowsLost) is None
     said = [record.getMessage() for record in caplog.records]
     assert "No module named 'triton'" in said[0]
     assert all("without kernels" in line for line in said)
-    assert len(said) == 2
+    assert "off by nan" in said[2]
+    assert len(said) == 3
