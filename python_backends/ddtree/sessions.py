@@ -116,7 +116,7 @@ class SessionTable:
 
         A session whose sampler cannot take them is dropped: SAMPLER_FAILED.
         """
-        full = session.length // self._pool.page_size
+        length = session.length
         try:
             keys = self._grow(session, ids)
         except Exception:  # noqa: BLE001 - whatever broke, it is this session's own
@@ -124,9 +124,9 @@ class SessionTable:
             session.sampler = None
             self._drop(session.session_id)
             return Status.SAMPLER_FAILED
-        for place, key in enumerate(keys, start=full):
-            self._pool.table.publish(session.pages.indices[place], key)
         if keys:
+            for place, key in enumerate(keys, start=length // self._pool.page_size):
+                self._pool.table.publish(session.pages.indices[place], key)
             self._pool.keep(keys[-1], session.pages, session.length)
         return Status.OK
 

@@ -5,11 +5,12 @@ This module knows sessions' pages and lengths; not what is computed with them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from ddtree.device.mailbox import Mailbox, Section
 from ddtree.device.rows import DeviceRows
@@ -41,12 +42,12 @@ class CacheSize:
 
 
 @dataclass(frozen=True)
-class TreeWish:
-    """What tree a sequence is to get."""
+class TreeWishes:
+    """What trees sequences are to get."""
 
-    budget: int  # most draft nodes
-    depth: int  # deepest useful draft position
-    is_chain: bool
+    budgets: NDArray[np.int32]  # [S] most draft nodes
+    depths: NDArray[np.int32]  # [S] deepest useful draft position
+    is_chain: NDArray[np.bool_]  # [S]
 
 
 class StepBuffers:
@@ -97,7 +98,9 @@ class StepBuffers:
         self.rows = replace(made, page_table=views["page_table"], lengths=views["lengths"])
         self.token_ids = torch.zeros((places, nodes + 1), dtype=torch.int64, device=device)
         # Whose pages stand where: a table is long, and most sequences stay in their places.
-        self._held: dict[str, list[Pages | None]] = {}
+        self._held: dict[str, list[Pages | None]] = {
+            table: [None] * places for table in ("page_table", "draft_table")
+        }
 
     def clear(self) -> None:
         """Begin a step without sequences."""
@@ -107,22 +110,23 @@ class StepBuffers:
 
     def put(self, place: int, session: Session, root: int) -> None:
         """Give a sequence of the target its place."""
-        host = self.box.host
-        host["active"][place] = True
-        host["lengths"][place] = session.length
-        host["roots"][place] = root
-        if session.pages.indices:
-            host["states"][place] = self._state_of(session.pages) or 0
-        self._put_pages("page_table", place, session.pages)
+        self._put(slice(place, place + 1), [session], [root])
 
-    def put_drafter(self, place: int, session: Session, wish: TreeWish) -> None:
-        """Let a sequence draft: its drafter's context is as long as the target's."""
-        host = self.box.host
-        host["has_drafter"][place] = True
-        host["budgets"][place] = wish.budget
-        host["limits"][place] = wish.depth
-        host["is_chain"][place] = wish.is_chain
-        self._put_pages("draft_table", place, session.pages)
+    def put_all(self, sessions: Sequence[Session], roots: Sequence[int]) -> None:
+        """Give sequences of the target the first places, in this order."""
+        self._put(slice(0, len(sessions)), sessions, roots)
+
+    def put_drafters(self, sessions: Sequence[Session | None], wishes: TreeWishes) -> None:
+        """Let the first places draft, but those without a session; the context is as long as the target's."""
+        host, places = self.box.host, slice(0, len(sessions))
+        can_draft = [session is not None for session in sessions]
+        host["has_drafter"][places] = can_draft
+        host["budgets"][places] = wishes.budgets * can_draft
+        host["limits"][places] = wishes.depths
+        host["is_chain"][places] = wishes.is_chain
+        for place, session in enumerate(sessions):
+            if session is not None:
+                self._put_pages("draft_table", place, session.pages)
 
     def put_trees(self, trees: TreeBatch) -> None:
         """Give the first places trees that were built on the host."""
@@ -131,8 +135,21 @@ class StepBuffers:
             host[name][:count, :nodes] = getattr(trees, name).cpu().numpy()
         host["counts"][:count] = trees.counts.cpu().numpy()
 
-    def _put_pages(self, table: str, place: int, pages: Pages) -> None:
-        held = self._held.setdefault(table, [None] * self.size.places)
-        if held[place] is not pages:
-            self.box.host[table][place, : len(pages.indices)] = np.asarray(pages.indices, dtype=np.int32)
-            held[place] = pages
+    def _put(self, places: slice, sessions: Sequence[Session], roots: Sequence[int]) -> None:
+        # All places of a tensor at once: an assignment of one number costs what one of a row does.
+        host = self.box.host
+        host["active"][places] = True
+        host["lengths"][places] = [session.length for session in sessions]
+        host["roots"][places] = roots
+        for place, session in enumerate(sessions, start=places.start):
+            if self._put_pages("page_table", place, session.pages) and session.pages.indices:
+                host["states"][place] = self._state_of(session.pages) or 0
+
+    def _put_pages(self, table: str, place: int, pages: Pages) -> bool:
+        """Write a sequence's pages, unless they stand there; gives whether they had to be written."""
+        held = self._held[table]
+        if held[place] is pages:
+            return False
+        self.box.host[table][place, : len(pages.indices)] = np.asarray(pages.indices, dtype=np.int32)
+        held[place] = pages
+        return True

@@ -15,12 +15,15 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from ddtree import verify_batch
-from ddtree.device.buffers import StepSize, TreeWish
+from ddtree.device.buffers import StepSize, TreeWishes
 from ddtree.device.graphs import GraphMaker
 from ddtree.device.laps import Laps
 from ddtree.device.messages import NO_DRAFTER, RoundRequest, RoundResult, RoundSizes
@@ -35,13 +38,51 @@ from ddtree.verify import TargetVerifier
 _COST_LENGTH = 256  # committed tokens behind which rounds are timed
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Taking:
-    """One sequence of a round that is served."""
+    """The sequences of a round that are served, in their places."""
 
-    index: int  # in the request
-    session: Session
-    draft: Session | None  # None: it drafts nothing
+    indices: list[int] = field(default_factory=list)  # in the request
+    sessions: list[Session] = field(default_factory=list)
+    drafts: list[Session | None] = field(default_factory=list)  # None: it drafts nothing
+
+    def among(self, values: torch.Tensor) -> NDArray[Any]:
+        """What belongs to these sequences of `[S]` values of the request."""
+        array = values.numpy()
+        return array if len(self.indices) == len(array) else array[self.indices]
+
+    def spread(self, values: NDArray[Any], size: int, absent: float = 0) -> torch.Tensor:
+        """Copy the first places' values to where the sequences stand in a request of `size`."""
+        values = values[: len(self.indices)]
+        if len(self.indices) == size:
+            return torch.from_numpy(values.copy())
+        wide = np.full((size, *values.shape[1:]), absent, dtype=values.dtype)
+        wide[self.indices] = values
+        return torch.from_numpy(wide)
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """What a round leaves in its outbox, on the host, seen by place."""
+
+    accepted_counts: NDArray[np.int32]  # [places]
+    bonus_tokens: NDArray[np.int32]  # [places]
+    accepted_tokens: NDArray[np.int32]  # [places, D]
+    node_counts: NDArray[np.int32]  # [places]
+    log_probs: NDArray[np.float32]  # [places, N]
+
+    @classmethod
+    def of(cls, parts: RoundParts, places: int) -> _Outcome:
+        """See the outbox of a size, which stays where it is."""
+        host = parts.outbox.host
+        paths = DeviceAcceptance.over(torch.from_numpy(host["paths"]), places, parts.depth)
+        return cls(
+            paths.accepted_counts.numpy(),
+            paths.bonus_tokens.numpy(),
+            paths.accepted_tokens.numpy(),
+            host["counts"],
+            host["log_probs"],
+        )
 
 
 class DeviceRounds:
@@ -72,6 +113,7 @@ class DeviceRounds:
         )
         self._laps = Laps(verifier.target.device)
         self._parts: dict[StepSize, RoundParts] = {}
+        self._outcomes: dict[StepSize, _Outcome] = {}
         places = sorted({size.places for size in steps.sizes})
         nodes = sorted({size.nodes for size in steps.sizes})
         self.sizes = RoundSizes(tuple(places), tuple(nodes), {})
@@ -79,7 +121,8 @@ class DeviceRounds:
     def prepare(self, on_progress: Callable[[StepSize], None] | None = None, repeats: int = 5) -> None:
         """Capture every size and time a round of it; the target's steps are captured already."""
         for size in sorted(self._steps.sizes, key=lambda size: -size.rows):
-            self._parts[size] = RoundParts(self._steps.buffers[size], self._stages, self._maker)
+            parts = RoundParts(self._steps.buffers[size], self._stages, self._maker)
+            self._parts[size], self._outcomes[size] = parts, _Outcome.of(parts, size.places)
             self.sizes.ms[(size.places, size.nodes)] = self._time(size, repeats)
             if on_progress is not None:
                 on_progress(size)
@@ -89,66 +132,74 @@ class DeviceRounds:
         """Do one round; sequences whose sessions are gone take no part in it."""
         self._verifier.sessions.expire()
         self._drafter.sessions.expire()
-        result = _nothing(request, min(self._stages.block_size - 1, request.nodes))
-        taking = self._find(request, result)
-        if not taking:
-            return result
-        size = self._steps.size_for(len(taking), request.nodes)
+        status, draft_status = np.zeros((2, len(request.sessions)), dtype=np.int32)
+        taking = self._find(request, status, draft_status)
+        if not taking.sessions:
+            return _nothing(request, status, min(self._stages.block_size - 1, request.nodes))
+        size = self._steps.size_for(len(taking.sessions), request.nodes)
         assert size is not None, "a round has one of the sizes that `sizes` tells"
-        self._fill(size, request, taking)
-        parts = self._parts[size]
-        parts.play(self._laps)
-        self._keep(result, request, taking, parts)
-        result.stage_ms.update(self._laps.ms())
-        return result
+        roots = taking.among(request.root_tokens).tolist()
+        self._fill(size, request, taking, roots)
+        self._parts[size].play(self._laps)
+        outcome = self._outcomes[size]
+        self._commit(taking, roots, outcome, status)
+        count = len(status)
+        return RoundResult(
+            status=torch.from_numpy(status),
+            draft_status=torch.from_numpy(draft_status),
+            accepted_tokens=taking.spread(outcome.accepted_tokens, count),
+            accepted_counts=taking.spread(outcome.accepted_counts, count),
+            bonus_tokens=taking.spread(outcome.bonus_tokens, count),
+            node_counts=taking.spread(outcome.node_counts, count),
+            path_log_probs=taking.spread(outcome.log_probs, count, absent=-np.inf),
+            stage_ms={"draft": 0.0, "build_tree": 0.0, **self._laps.ms()},
+        )
 
-    def _find(self, request: RoundRequest, result: RoundResult) -> list[_Taking]:
-        taking = []
+    def _find(
+        self, request: RoundRequest, status: NDArray[np.int32], draft_status: NDArray[np.int32]
+    ) -> _Taking:
+        """Look all sequences up; says in `status` and `draft_status`, `[S]`, whose sessions are gone."""
+        taking = _Taking()
         rows, epochs = verify_batch.session_rows(request.sessions), request.draft_epochs.tolist()
+        find, find_draft = self._verifier.sessions.find, self._drafter.sessions.find
         for index, (row, epoch) in enumerate(zip(rows, epochs, strict=True)):
-            session = self._verifier.sessions.find(*row)
+            session = find(*row)
             if session is None:
-                result.status[index] = Status.SESSION_LOST
+                status[index] = Status.SESSION_LOST
                 continue
             assert session.sampler is None, "only the largest logit decides here"
             draft = None
             if epoch != NO_DRAFTER:
-                draft = self._drafter.sessions.find(row[0], epoch, row[2])
-                result.draft_status[index] = Status.SESSION_LOST if draft is None else Status.OK
-            taking.append(_Taking(index, session, draft))
+                draft = find_draft(row[0], epoch, row[2])
+                if draft is None:
+                    draft_status[index] = Status.SESSION_LOST
+            taking.indices.append(index)
+            taking.sessions.append(session)
+            taking.drafts.append(draft)
         return taking
 
-    def _fill(self, size: StepSize, request: RoundRequest, taking: Sequence[_Taking]) -> None:
+    def _fill(self, size: StepSize, request: RoundRequest, taking: _Taking, roots: Sequence[int]) -> None:
         buffers = self._steps.buffers[size]
         buffers.clear()
-        roots, budgets = request.root_tokens.tolist(), request.budgets.tolist()
-        limits, is_chain = request.depths.tolist(), request.is_chain.tolist()
-        for place, one in enumerate(taking):
-            buffers.put(place, one.session, roots[one.index])
-            if one.draft is not None:
-                wish = TreeWish(budgets[one.index], limits[one.index], is_chain[one.index])
-                buffers.put_drafter(place, one.draft, wish)
+        buffers.put_all(taking.sessions, roots)
+        wishes = TreeWishes(
+            *(taking.among(wish) for wish in (request.budgets, request.depths, request.is_chain))
+        )
+        buffers.put_drafters(taking.drafts, wishes)
 
-    def _keep(
-        self, result: RoundResult, request: RoundRequest, taking: Sequence[_Taking], parts: RoundParts
+    def _commit(
+        self, taking: _Taking, roots: Sequence[int], outcome: _Outcome, status: NDArray[np.int32]
     ) -> None:
-        """Note what the round committed in both session tables, and put it into the result."""
-        host = parts.outbox.host
-        paths = torch.from_numpy(host["paths"])
-        accepted = DeviceAcceptance.over(paths, len(host["counts"]), parts.depth)
-        index, count = torch.tensor([one.index for one in taking]), len(taking)
-        result.accepted_counts[index] = accepted.accepted_counts[:count]
-        result.bonus_tokens[index] = accepted.bonus_tokens[:count]
-        result.accepted_tokens[index] = accepted.accepted_tokens[:count]
-        result.node_counts[index] = torch.from_numpy(host["counts"][:count])
-        result.path_log_probs[index] = torch.from_numpy(host["log_probs"][:count])
-        # As lists at once: taking numbers out of a tensor one by one is most of what this costs.
-        roots, counts = request.root_tokens.tolist(), accepted.accepted_counts.tolist()
-        for one, length, tokens in zip(taking, counts, accepted.accepted_tokens.tolist(), strict=False):
-            ids = [roots[one.index], *tokens[:length]]
-            result.status[one.index] = self._verifier.sessions.commit(one.session, ids)
-            if one.draft is not None:
-                self._drafter.sessions.commit(one.draft, ids)
+        """Note what the round committed in both session tables; says in `status` who could not take it."""
+        commit, commit_draft = self._verifier.sessions.commit, self._drafter.sessions.commit
+        # As lists at once: taking numbers out of an array one by one is most of what this costs.
+        counts, tokens = outcome.accepted_counts.tolist(), outcome.accepted_tokens.tolist()
+        for place, session in enumerate(taking.sessions):
+            ids = [roots[place], *tokens[place][: counts[place]]]
+            if (failed := commit(session, ids)) is not Status.OK:
+                status[taking.indices[place]] = failed
+            if (draft := taking.drafts[place]) is not None:
+                commit_draft(draft, ids)
 
     def _time(self, size: StepSize, repeats: int) -> float:
         """Milliseconds of a round of sequences of some length, all of the same pages: nothing is kept."""
@@ -161,9 +212,12 @@ class DeviceRounds:
             Session(0, 0, pages, length) if pages is not None else Session(0, 0) for pages in held
         )
         buffers.clear()
-        for place in range(size.places):
-            buffers.put(place, target, 0)
-            buffers.put_drafter(place, draft, TreeWish(size.nodes, self._stages.block_size - 1, False))
+        everywhere = np.ones(size.places, dtype=np.int32)
+        deepest = everywhere * (self._stages.block_size - 1)
+        buffers.put_all([target] * size.places, [0] * size.places)
+        buffers.put_drafters(
+            [draft] * size.places, TreeWishes(everywhere * size.nodes, deepest, everywhere == 0)
+        )
         samples = []
         for _ in range(repeats + 1):
             self._parts[size].play(self._laps)
@@ -174,20 +228,16 @@ class DeviceRounds:
         return statistics.median(samples[1:])
 
 
-def _nothing(request: RoundRequest, depth: int) -> RoundResult:
-    """The result of a round in which nothing was done yet."""
-    count = len(request.sessions)
-
-    def zeros(*shape: int) -> torch.Tensor:
-        return torch.zeros((count, *shape), dtype=torch.int32)
-
+def _nothing(request: RoundRequest, status: NDArray[np.int32], depth: int) -> RoundResult:
+    """The result of a round that nobody could take part in."""
+    none = torch.zeros(len(status), dtype=torch.int32)
     return RoundResult(
-        status=zeros(),
-        draft_status=zeros(),
-        accepted_tokens=zeros(depth),
-        accepted_counts=zeros(),
-        bonus_tokens=zeros(),
-        node_counts=zeros(),
-        path_log_probs=torch.full((count, request.nodes), -torch.inf),
+        status=torch.from_numpy(status),
+        draft_status=none,
+        accepted_tokens=torch.zeros((len(status), depth), dtype=torch.int32),
+        accepted_counts=none,
+        bonus_tokens=none,
+        node_counts=none,
+        path_log_probs=torch.full((len(status), request.nodes), -torch.inf),
         stage_ms={"draft": 0.0, "build_tree": 0.0, "verify": 0.0},
     )
