@@ -140,7 +140,16 @@ def make_pair(shape: PairShape, device: torch.device, dtype: torch.dtype) -> Ran
     with torch.device("meta"):
         draft, projection = DFlashDraft(config, rotary), FeatureProjection(config)
     filled = _filled(draft, device, dtype), _filled(projection, device, dtype)
-    return RandomPair(shape, target, *filled, MatmulChooser(device, None))
+    return RandomPair(shape, target, *filled, _chooser(device))
+
+
+def _chooser(device: torch.device) -> MatmulChooser:
+    if device.type != "cuda":
+        return MatmulChooser(device, None)
+    # Kernels: not everywhere installed. What serving measured before on this card is used, and the reverse.
+    from ddtree.device.accelerate import chooser_for
+
+    return chooser_for(device)
 
 
 def random_weights(
