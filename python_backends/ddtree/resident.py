@@ -32,15 +32,26 @@ _INERTIA = 8.0  # accepted tokens that count as nothing unusual
 class Forecast:
     """What trees of one sequence are expected to give, by their size."""
 
-    tokens: NDArray[np.float64] | None = None  # [sizes] draft tokens accepted with so many nodes
+    tokens: list[float] | None = None  # draft tokens accepted with so many nodes, by size
     trust: float = 1.0  # accepted over promised
 
-    def learn(self, promised: NDArray[np.float64], accepted: int, at: float) -> None:
+    def learn(self, promised: Sequence[float], accepted: float, at: float) -> None:
         """Take what a tree promised by size, and what was accepted where `at` was promised."""
-        surprise = accepted - self.trust * at
-        self.trust *= float(np.exp(_WEIGHT * surprise / (self.trust * at + _INERTIA)))
+        expected = self.trust * at
+        self.trust *= math.exp(_WEIGHT * (accepted - expected) / (expected + _INERTIA))
         self.trust = min(4.0, max(0.25, self.trust))
-        self.tokens = promised if self.tokens is None else self.tokens + _WEIGHT * (promised - self.tokens)
+        known = promised if self.tokens is None else self.tokens
+        self.tokens = [old + _WEIGHT * (new - old) for old, new in zip(known, promised, strict=True)]
+
+
+@dataclass(frozen=True)
+class FinishedTrees:
+    """Trees of a round and what was accepted of them."""
+
+    sessions: Sequence[int]  # whose they are
+    log_probs: NDArray[np.float32]  # [S, N] of the paths to their nodes, best first, then -inf
+    counts: NDArray[np.int32]  # [S] nodes, at least one
+    accepted: NDArray[np.int32]  # [S]
 
 
 @dataclass
@@ -53,19 +64,22 @@ class RoundChoice:
     host_ms: float = 0.0  # of a round, beside what the device takes
     plain_rounds: int = 0  # since the last one with drafts
     device_ms: dict[tuple[int, int], float] = field(init=False)  # as `sizes.ms`, by what rounds take since
+    _nodes: NDArray[np.int64] = field(init=False, repr=False)  # those of `sizes`, ascending from 0
 
     def __post_init__(self) -> None:
         self.device_ms = dict(self.sizes.ms)
+        self._nodes = np.asarray(self.sizes.nodes)
 
     def nodes(self, open_sessions: Sequence[int], fixed: int, sequences: int, most_nodes: int) -> int:
         """Nodes for every sequence that leaves its budget open; the round must hold `fixed` anyway."""
         best, best_rate = 0, 0.0
-        for nodes in self.sizes.nodes:
-            size = self.sizes.nodes_for(sequences, max(nodes, fixed))
+        places = self._places(sequences)
+        prepared, expected = self.sizes.prepared(places), self._expected(open_sessions)
+        for nodes, tokens in zip(self.sizes.nodes, expected, strict=True):
+            size = next((size for size in prepared if size >= max(nodes, fixed)), None)
             if size is None or (nodes > most_nodes and nodes > 0):
                 break
-            ms = self.device_ms[(self._places(sequences), size)] + self.host_ms
-            rate = (sequences + sum(self._expected(session, nodes) for session in open_sessions)) / ms
+            rate = (sequences + tokens) / (self.device_ms[(places, size)] + self.host_ms)
             if rate > best_rate:
                 best, best_rate = nodes, rate
         self.plain_rounds = 0 if best or fixed else self.plain_rounds + 1
@@ -75,18 +89,33 @@ class RoundChoice:
             best = smallest if self.sizes.nodes_for(sequences, smallest) is not None else 0
         return best
 
-    def learn(self, session: int, log_probs: NDArray[np.float32], accepted: int) -> None:
-        """Take the path log-probabilities of a tree's nodes, best first, and what was accepted of it."""
-        sums = np.concatenate([[0.0], np.cumsum(np.exp(log_probs.astype(np.float64)))])
-        known = [nodes for nodes in self.sizes.nodes if nodes < len(sums)]
-        promised = np.empty(len(self.sizes.nodes))
-        promised[: len(known)] = sums[known]
-        last = float(sums[-1] - sums[-2])
-        for place in range(len(known), len(promised)):
-            promised[place] = sums[-1] + _beyond(last, len(log_probs), self.sizes.nodes[place])
-        forecast = self.forecasts.setdefault(session, Forecast(trust=self.typical.trust))
-        forecast.learn(promised, accepted, float(sums[-1]))
-        self.typical.learn(promised, accepted, float(sums[-1]))
+    def learn(self, trees: FinishedTrees) -> None:
+        """Take a round's trees."""
+        promised, totals = self._promised(trees)
+        accepted = trees.accepted.tolist()
+        for session, *seen in zip(trees.sessions, promised, accepted, totals, strict=True):
+            forecast = self.forecasts.get(session)
+            if forecast is None:
+                forecast = self.forecasts[session] = Forecast(trust=self.typical.trust)
+            forecast.learn(*seen)
+        count = len(accepted)
+        mean = [sum(of_size) / count for of_size in zip(*promised, strict=True)]
+        self.typical.learn(mean, sum(accepted) / count, sum(totals) / count)
+
+    def _promised(self, trees: FinishedTrees) -> tuple[list[list[float]], list[float]]:
+        """`[S, sizes]` what trees of each size promise, and `[S]` what these do.
+
+        Best first, no node beyond a tree is more probable than its last. Probabilities fall with rank about
+        as a power of it: here to the -1.5.
+        """
+        probabilities, counts = np.exp(trees.log_probs), trees.counts
+        sums = probabilities.cumsum(axis=1, dtype=np.float64)
+        last = probabilities[np.arange(len(counts)), counts - 1]
+        beyond = 1 - np.sqrt(counts[:, None] / np.maximum(self._nodes, counts[:, None]))
+        beyond *= (2 * last * counts)[:, None]
+        beyond += sums[:, np.minimum(self._nodes, sums.shape[1]) - 1]
+        beyond[:, 0] = 0.0  # no nodes, no tokens
+        return beyond.tolist(), sums[:, -1].tolist()
 
     def observe(self, sequences: int, nodes: int, device_ms: float, wall_ms: float) -> None:
         """Note what a round took on the device, and in all."""
@@ -98,30 +127,27 @@ class RoundChoice:
         """What a round without drafts takes."""
         return self.device_ms[(self._places(sequences), 0)] + self.host_ms
 
-    def forget(self, sessions: set[int]) -> None:
-        """Keep what is known of these sessions only."""
-        if len(self.forecasts) > 2 * len(sessions) + 64:
-            self.forecasts = {s: f for s, f in self.forecasts.items() if s in sessions}
+    def forget(self, batch: Sequence[Live]) -> None:
+        """Keep what is known of these sequences only."""
+        if len(self.forecasts) > 2 * len(batch) + 64:
+            live = {live.sequence.session_id for live in batch}
+            self.forecasts = {s: f for s, f in self.forecasts.items() if s in live}
 
     def _places(self, sequences: int) -> int:
         places = self.sizes.places_for(sequences)
         assert places is not None, "the batch was looked at before"
         return places
 
-    def _expected(self, session: int, nodes: int) -> float:
-        forecast = self.forecasts.get(session, self.typical)
-        if forecast.tokens is None:  # nothing was ever drafted: take the drafter at its best
-            return 0.0 if not nodes else 1.0 + float(np.log2(nodes))
-        return forecast.trust * float(forecast.tokens[self.sizes.nodes.index(nodes)])
-
-
-def _beyond(last: float, count: int, nodes: int) -> float:
-    """What `nodes` nodes promise beyond the first `count`, the last of which has the probability `last`.
-
-    Best first, none of them is more probable than that one. Probabilities fall with rank about as a power of
-    it: here to the -1.5.
-    """
-    return 2 * last * count * (1 - math.sqrt(count / nodes))
+    def _expected(self, sessions: Sequence[int]) -> list[float]:
+        """Draft tokens that these sequences are expected to accept together, by size."""
+        expected = [0.0] * len(self.sizes.nodes)
+        for session in sessions:
+            forecast = self.forecasts.get(session, self.typical)
+            tokens, trust = forecast.tokens, forecast.trust
+            if tokens is None:  # nothing was ever drafted: take the drafter at its best
+                tokens, trust = [1.0 + math.log2(nodes) if nodes else 0.0 for nodes in self.sizes.nodes], 1.0
+            expected = [known + trust * more for known, more in zip(expected, tokens, strict=True)]
+        return expected
 
 
 @dataclass(frozen=True)
@@ -169,25 +195,33 @@ class ResidentRounds:
             for live, has_drafter in zip(batch, drafters, strict=True)
         ]
         result = await self._rounds.round(self._planner.resident(batch, budgets, epochs, nodes))
-        is_held = (result.status == Status.OK).tolist()
-        accepted, counts = result.accepted_counts.tolist(), result.node_counts.tolist()
-        log_probs = result.path_log_probs.numpy()
-        for index, live in enumerate(batch):
-            if not is_held[index]:
+        is_held = [status == Status.OK for status in result.status.tolist()]
+        self._learn(batch, result, is_held)
+        told = zip(result.draft_status.tolist(), result.accepted_counts.tolist(), drafters, strict=True)
+        for live, held, (draft_status, accepted, has_drafter) in zip(batch, is_held, told, strict=True):
+            if not held:
                 continue
-            if counts[index]:
-                session = live.sequence.session_id
-                self.choice.learn(session, log_probs[index, : counts[index]], accepted[index])
-            if int(result.draft_status[index]) != Status.OK:
+            if draft_status != Status.OK:
                 self._lost(live)
             else:
-                self._follow(live, drafters[index], accepted[index] + 1)
+                self._follow(live, has_drafter, accepted + 1)
         wall_ms = (self._timer() - started) * 1e3
         if all(is_held):  # else the round was a smaller one than was asked for
             self.choice.observe(len(batch), nodes, sum(result.stage_ms.values()), wall_ms)
-        self.choice.forget({live.sequence.session_id for live in batch})
+        self.choice.forget(batch)
         drafting = [live for live, budget in zip(batch, budgets, strict=True) if budget]
         return ResidentRound(result, drafting)
+
+    def _learn(self, batch: Sequence[Live], result: RoundResult, is_held: Sequence[bool]) -> None:
+        log_probs, counts = result.path_log_probs.numpy(), result.node_counts.numpy()
+        accepted = result.accepted_counts.numpy()
+        places = [place for place, count in enumerate(counts.tolist()) if count and is_held[place]]
+        if not places:
+            return
+        if len(places) < len(batch):
+            log_probs, counts, accepted = log_probs[places], counts[places], accepted[places]
+        sessions = [batch[place].sequence.session_id for place in places]
+        self.choice.learn(FinishedTrees(sessions, log_probs, counts, accepted))
 
     def _budgets(self, batch: Sequence[Live], drafters: Sequence[bool]) -> tuple[list[int], int]:
         """Nodes for each sequence, and the prepared size that holds them."""

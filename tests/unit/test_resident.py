@@ -7,7 +7,7 @@ import pytest
 from numpy.typing import NDArray
 
 from ddtree.device.messages import RoundSizes
-from ddtree.resident import ResidentRounds, RoundChoice
+from ddtree.resident import FinishedTrees, ResidentRounds, RoundChoice
 from tests.fakes.lives import make_live
 
 NODES = (0, 7, 15, 31)
@@ -24,6 +24,12 @@ def tree(first: float, nodes: int) -> NDArray[np.float32]:
     return np.asarray(np.log(first * 0.5 ** np.arange(nodes)), dtype=np.float32)
 
 
+def learn(chooser: RoundChoice, session: int, log_probs: NDArray[np.float32], accepted: int) -> None:
+    """Let a round of one sequence pass."""
+    counts, accepted_counts = np.array([len(log_probs)]), np.array([accepted])
+    chooser.learn(FinishedTrees([session], log_probs[None], counts, accepted_counts))
+
+
 def test_the_first_round_drafts() -> None:
     assert choice((5.0, 6.0, 7.0, 9.0)).nodes([1], 0, 1, OPEN) > 0
 
@@ -32,18 +38,18 @@ def test_what_pays_is_chosen() -> None:
     """Nodes of 0.9, 0.45, … promise 1.79 tokens beside the bonus with 7 nodes, 1.80 with 15."""
     chooser = choice((5.0, 6.0, 7.0, 9.0))
     for _ in range(30):
-        chooser.learn(1, tree(0.9, 15), 2)
+        learn(chooser, 1, tree(0.9, 15), 2)
     assert chooser.nodes([1], 0, 1, OPEN) == 7
     flat = choice((5.0, 5.1, 5.2, 5.3))
     for _ in range(30):
-        flat.learn(1, np.log(np.full(31, 0.2)).astype(np.float32), 6)
+        learn(flat, 1, np.log(np.full(31, 0.2)).astype(np.float32), 6)
     assert flat.nodes([1], 0, 1, OPEN) == 31
 
 
 def test_hopeless_drafts_rest_and_are_tried_again() -> None:
     chooser = choice((5.0, 9.0, 12.0, 20.0))
     for _ in range(30):
-        chooser.learn(1, tree(0.05, 7), 0)
+        learn(chooser, 1, tree(0.05, 7), 0)
     chosen = [chooser.nodes([1], 0, 1, OPEN) for _ in range(100)]
     assert chosen.count(0) >= 96
     assert chosen.count(7) == 3
@@ -60,8 +66,8 @@ def test_what_is_accepted_beyond_promise_counts() -> None:
     """Promised 0.3 tokens for 40 % more time it does not pay; four times as many are accepted."""
     doubting, trusting = choice((5.0, 7.0, 20.0, 40.0)), choice((5.0, 7.0, 20.0, 40.0))
     for turn in range(60):
-        doubting.learn(1, tree(0.15, 7), turn % 3 == 0)
-        trusting.learn(1, tree(0.15, 7), 1 + turn % 2)
+        learn(doubting, 1, tree(0.15, 7), turn % 3 == 0)
+        learn(trusting, 1, tree(0.15, 7), 1 + turn % 2)
     assert doubting.nodes([1], 0, 1, OPEN) == 0
     assert trusting.nodes([1], 0, 1, OPEN) == 7
 
@@ -69,7 +75,7 @@ def test_what_is_accepted_beyond_promise_counts() -> None:
 def test_costs_follow_what_rounds_take() -> None:
     chooser = choice((5.0, 6.0, 7.0, 9.0))
     for _ in range(30):
-        chooser.learn(1, tree(0.5, 7), 1)
+        learn(chooser, 1, tree(0.5, 7), 1)
     assert chooser.nodes([1], 0, 1, OPEN) == 7
     for _ in range(60):
         for nodes in NODES[1:]:
@@ -84,14 +90,14 @@ def test_a_fixed_budget_of_another_sequence_makes_nodes_cheap() -> None:
     """The round is as large as that one asks anyway, so the other may draft as much for nothing."""
     chooser = choice((5.0, 9.0, 12.0, 20.0))
     for _ in range(30):
-        chooser.learn(1, tree(0.05, 7), 0)
+        learn(chooser, 1, tree(0.05, 7), 0)
     assert chooser.nodes([1], 15, 2, OPEN) == 15
 
 
 def test_no_more_than_a_sequence_may_have() -> None:
     chooser = choice((5.0, 5.0, 5.0, 5.0))
     for _ in range(5):
-        chooser.learn(1, np.log(np.full(31, 0.2)).astype(np.float32), 6)
+        learn(chooser, 1, np.log(np.full(31, 0.2)).astype(np.float32), 6)
     assert chooser.nodes([1], 0, 1, 20) == 15
 
 
@@ -99,11 +105,35 @@ def test_larger_trees_are_expected_to_give_less_than_they_could() -> None:
     """The last of seven has 1/128, so eight more promise less than eight times that."""
     chooser = choice((5.0, 6.0, 7.0, 9.0))
     for _ in range(60):
-        chooser.learn(1, tree(0.5, 7), 1)
+        learn(chooser, 1, tree(0.5, 7), 1)
     tokens = chooser.forecasts[1].tokens
     assert tokens is not None
     assert 0 < tokens[2] - tokens[1] < 8 / 128
     assert tokens[2] < tokens[3] < tokens[1] + 24 / 128
+
+
+def test_sequences_of_a_round_learn_each_from_its_own_tree() -> None:
+    """Trees of different sizes stand in one array."""
+    together, alone = choice((5.0, 6.0, 7.0, 9.0)), choice((5.0, 6.0, 7.0, 9.0))
+    trees = {1: tree(0.9, 15), 2: tree(0.3, 3), 3: tree(0.5, 7)}
+    accepted = {1: 4, 2: 0, 3: 1}
+    log_probs = np.full((3, 15), -np.inf, dtype=np.float32)
+    for row, one in zip(log_probs, trees.values(), strict=True):
+        row[: len(one)] = one
+    counts = np.array([len(one) for one in trees.values()])
+    for _ in range(5):
+        together.learn(FinishedTrees([*trees], log_probs, counts, np.array([*accepted.values()])))
+        for session, one in trees.items():
+            alone.typical.trust = 1.0
+            learn(alone, session, one, accepted[session])
+    for session in trees:
+        assert together.forecasts[session].tokens == pytest.approx(alone.forecasts[session].tokens)
+        assert together.forecasts[session].trust == pytest.approx(alone.forecasts[session].trust)
+    own = [forecast.tokens[1] for forecast in together.forecasts.values() if forecast.tokens is not None]
+    assert own[0] == pytest.approx(float(np.exp(trees[1][:7]).sum()))
+    assert own[2] == pytest.approx(float(np.exp(trees[3]).sum()))
+    assert together.typical.tokens is not None
+    assert together.typical.tokens[1] == pytest.approx(sum(own) / 3)
 
 
 def test_only_what_is_prepared() -> None:
@@ -118,8 +148,8 @@ def test_only_what_is_prepared() -> None:
 def test_sequences_that_ended_are_forgotten() -> None:
     chooser = choice((5.0, 6.0, 7.0, 9.0))
     for session in range(200):
-        chooser.learn(session, tree(0.5, 7), 1)
-    chooser.forget({3, 4})
+        learn(chooser, session, tree(0.5, 7), 1)
+    chooser.forget([make_live(3), make_live(4)])
     assert set(chooser.forecasts) == {3, 4}
 
 

@@ -37,7 +37,7 @@ class RoundResult:
     accepted_counts: torch.Tensor  # [S] int32
     bonus_tokens: torch.Tensor  # [S] int32
     node_counts: torch.Tensor  # [S] int32
-    path_log_probs: torch.Tensor  # [S, N] float32 of the nodes, best first; only `node_counts` of them mean
+    path_log_probs: torch.Tensor  # [S, N] float32 of the nodes, best first; -inf behind them
     stage_ms: dict[str, float]  # draft, build_tree, verify: what each took on the device
 
 
@@ -53,8 +53,11 @@ class RoundSizes:
         """The fewest places that hold so many sequences; None: there are none."""
         return next((places for places in self.places if places >= sequences), None)
 
+    def prepared(self, places: int | None) -> list[int]:
+        """Draft nodes of the sizes that are prepared with so many places, ascending."""
+        return [nodes for nodes in self.nodes if (places, nodes) in self.ms]
+
     def nodes_for(self, sequences: int, budget: int) -> int | None:
         """The smallest prepared tree of at least `budget` nodes; None: there is none."""
-        places = self.places_for(sequences)
-        sizes = (nodes for nodes in self.nodes if nodes >= budget)
-        return next((nodes for nodes in sizes if (places, nodes) in self.ms), None)
+        prepared = self.prepared(self.places_for(sequences))
+        return next((nodes for nodes in prepared if nodes >= budget), None)
