@@ -31,6 +31,7 @@ class FakeBench:
     failing: str = ""  # raises
     dying: str = ""  # takes its process with it
     together: int = 1  # arms that wait until so many have begun
+    broken: bool = False  # what fails raises an error of a fault of our own
 
     def run(self, arm: Arm) -> ArmResult:
         """Give a result that depends on the arm's name alone."""
@@ -42,6 +43,8 @@ class FakeBench:
             time.sleep(0.01)
         if arm.name == self.slow:
             time.sleep(PATIENCE)
+        if arm.name == self.failing and self.broken:
+            raise KeyError("no such weight")
         if arm.name == self.failing:
             raise RuntimeError("CUDA out of memory")
         return make_result(arm, chain=1 + len(arm.name) / 10)
@@ -56,10 +59,11 @@ class MakeFakeBench:
     failing: str = ""
     dying: str = ""
     together: int = 1
+    broken: bool = False
 
     def __call__(self, number: int) -> FakeBench:
         """Make the bench of process `number`."""
-        return FakeBench(self.folder, number, self.slow, self.failing, self.dying, self.together)
+        return FakeBench(self.folder, number, self.slow, self.failing, self.dying, self.together, self.broken)
 
 
 def begun(folder: Path) -> dict[str, int]:

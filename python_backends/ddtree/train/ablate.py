@@ -10,10 +10,13 @@ import argparse
 import gc
 import hashlib
 import math
+import shutil
 import tempfile
 import time
+import traceback
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -25,8 +28,8 @@ from ddtree.errors import DDTreeError, InvalidArgument
 from ddtree.models.loading import choose_device, read_target_config
 from ddtree.train.ablation_arms import Arm, Choices, choose_arms, make_arms, spread_taps
 from ddtree.train.ablation_bench import ArmBench, Study
-from ddtree.train.ablation_report import draw, table
-from ddtree.train.ablation_results import ArmResult, Results, held, stored_setting
+from ddtree.train.ablation_report import draw, report
+from ddtree.train.ablation_results import RESULTS, ArmResult, Results, held, note_error, stored_setting
 from ddtree.train.ablation_workers import Bench, MakeBench, outcomes
 from ddtree.train.loss import position_weights
 
@@ -92,18 +95,20 @@ def ablate(chosen: Namespace) -> Iterator[str]:
     position_weights(
         study.base.block_size - 1, study.base.decay, torch.device("cpu")
     )  # refuses a wrong decay
-    with held(study.output):
+    with held(study.output), _noted(study.output):
+        if not (study.output / RESULTS).is_file():  # ended before its settings were kept: answers to what?
+            shutil.rmtree(study.output / "answers", ignore_errors=True)
         bench = ArmBench.open(study, 0)
         known = make_arms(study.base, bench.sizes())
         arms = choose_arms(known, chosen.arms)
+        for name in study.prompts:
+            answers = bench.answers(name)
+            yield f"{name}: {len(answers)} greedy answers"
         study = replace(study, steps=chosen.steps or _steps(chosen, bench))
         results = Results(study.output, _settings(chosen, study, bench))
         ready = sum(arm.name in results.arms for arm in arms)
         yield f"{len(arms)} arms of {study.steps} steps, {ready} of them already have results"
         bench = replace(bench, study=study)
-        for name in study.prompts:
-            answers = bench.answers(name)
-            yield f"{name}: {len(answers)} greedy answers"
         make_bench: MakeBench = partial(ArmBench.open, study)
         if study.jobs == 1:
             make_bench = partial(_the, bench)
@@ -112,11 +117,12 @@ def ablate(chosen: Namespace) -> Iterator[str]:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         try:
-            yield from run_arms(arms, results, make_bench, study.jobs)
+            for line in run_arms(arms, results, make_bench, study.jobs):
+                _write_report(known, results, study.output)
+                yield line
         finally:
-            # All that the folder has results of, also what another run was asked for.
-            (study.output / "ablation.md").write_text(table(known, results.arms), encoding="utf-8")
-            draw(known, results.arms, study.output / "ablation.png")
+            _write_report(known, results, study.output)
+            _draw(known, results, study.output)
     yield f"{study.output / 'ablation.md'}, ablation.png and ablation.json"
 
 
@@ -135,6 +141,7 @@ def run_arms(arms: Sequence[Arm], results: Results, make_bench: MakeBench, jobs:
         left = seconds / count * (len(waiting) - count)
         head = f"[{bar:.<{_BAR}}] {done}/{len(arms)} {outcome.arm.name}"
         if outcome.result is None:
+            note_error(results.folder, f"{outcome.arm.name}: {outcome.error}", outcome.trace)
             failures.append(f"{outcome.arm.name} ({outcome.error})")
             yield f"{head}: no result: {outcome.error}"
             continue
@@ -142,6 +149,31 @@ def run_arms(arms: Sequence[Arm], results: Results, make_bench: MakeBench, jobs:
         yield f"{head}: {_numbers(outcome.result)}; about {left:.0f} s left"
     if failures:
         raise ArmsFailed(f"arms without a result: {'; '.join(failures)}; run the command again for them")
+
+
+@contextmanager
+def _noted(folder: Path) -> Iterator[None]:
+    """Keep what ends a run; an interrupt too, since it says what was going on."""
+    try:
+        yield
+    except (ArmsFailed, GeneratorExit):  # arms were noted one by one; a closed generator is no error
+        raise
+    except BaseException as error:
+        note_error(folder, f"the run ended: {type(error).__name__}: {error}", traceback.format_exc())
+        raise
+
+
+def _write_report(known: Sequence[Arm], results: Results, folder: Path) -> None:
+    """Show all that the folder has results of, also what another run was asked for."""
+    text = report(known, results.arms, results.settings)
+    (folder / "ablation.md").write_text(text, encoding="utf-8")
+
+
+def _draw(known: Sequence[Arm], results: Results, folder: Path) -> None:
+    try:
+        draw(known, results.arms, folder / "ablation.png")
+    except Exception as error:  # noqa: BLE001 - numbers without a picture are better than neither
+        note_error(folder, f"no picture: {type(error).__name__}: {error}", traceback.format_exc())
 
 
 def _the(bench: Bench, _: int) -> Bench:

@@ -13,6 +13,7 @@ from ddtree.errors import InvalidArgument
 from ddtree.models.draft_config import default_taps
 
 BASELINE = "baseline"
+SEED = "seed"
 HALF = "data-1/2"
 _WIDTH_STEP = 32  # a thinner MLP's width is a multiple of this, unless it is less
 
@@ -81,9 +82,7 @@ def make_arms(base: Choices, sizes: TargetSizes) -> list[Arm]:
     """
     arms = _Arms(base)
     arms.add(BASELINE, BASELINE, "what the others change", base)
-    arms.add(
-        "seed", "noise", "another seed: what a difference must exceed", replace(base, seed=base.seed + 1)
-    )
+    arms.add(SEED, "noise", "another seed: what a difference must exceed", replace(base, seed=base.seed + 1))
     for parts in (2, 4, 8):
         change = f"1/{parts} of the answer tokens"
         arms.add(f"data-1/{parts}", "data amount", change, replace(base, share=base.share / parts))

@@ -96,10 +96,6 @@ class ArmBench:
             CheckpointError: the arm's drafter does not fit the target.
         """
         started = time.monotonic()
-        if self.study.compiled:
-            # Another drafter under the same code would soon meet the limit of recompilations and then run
-            # uncompiled; what was compiled lies in the cache on disk.
-            torch.compiler.reset()
         sequences = self.sequences_of(arm.choices)
         trainer = self.trainer_of(arm.choices, arm.folder_in(self.study.output))
         trainer.resume()

@@ -8,9 +8,44 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from ddtree.train.ablation_arms import BASELINE, Arm
+from ddtree.train.ablation_arms import BASELINE, SEED, Arm
 from ddtree.train.ablation_results import ArmResult
+
+
+def report(arms: Sequence[Arm], results: Mapping[str, ArmResult], settings: Mapping[str, Any]) -> str:
+    """Give the Markdown report: what was compared and at which scale, the table, and what is missing."""
+    steps, base, limit = settings["steps"], settings["base"], settings["limit"]
+    blocks = steps * settings["sequences"] * settings["anchors"]
+    drafted = blocks * (base["block_size"] - 1)
+    tokens, sequences = settings["corpus_answer_tokens"], settings["corpus_sequences"]
+    passes = steps * settings["sequences"] / max(1, sequences)
+    devices = ", ".join(sorted({one.device for one in results.values()})) or "nothing yet"
+    noise = _noise(results)
+    lines = [
+        f"# Ablation of drafters for {settings['target']}",
+        "",
+        f"Every arm trains from nothing for {steps} steps of {settings['sequences']} sequences",
+        f"with {settings['anchors']} blocks each: {_millions(blocks)} blocks of {base['block_size']},",
+        f"{_millions(drafted)} draft positions.",
+        f"The corpus has {_millions(tokens)} answer tokens in {sequences} sequences, held-out ones included;",
+        f"an arm that trains on all of them sees each about {passes:.2g} times.",
+        "",
+        f"Unless an arm changes it: {base['layers']} layers, taps {_words(base['taps'])},",
+        f"decay {base['decay']:g}, {_optimizer(base['muon_rate'], settings['rate'])}, seed {base['seed']}.",
+        "",
+        f"τ of {', '.join(settings['prompts'])}: at most {limit} prompts each,",
+        f"greedy answers of at most {settings['max_answer']} tokens, replayed.",
+        f"Seconds are of training, compilation included, on {devices}.",
+        *(["", noise] if noise else []),
+        "",
+        table(arms, results),
+    ]
+    missing = [arm.name for arm in arms if arm.name not in results]
+    if missing:
+        lines.append(f"Without a result in this folder: {', '.join(missing)}.\n")
+    return "\n".join(lines)
 
 
 def table(arms: Sequence[Arm], results: Mapping[str, ArmResult]) -> str:
@@ -83,6 +118,23 @@ def draw(arms: Sequence[Arm], results: Mapping[str, ArmResult], picture: Path) -
     picture.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(picture, dpi=150)
     plt.close(figure)
+
+
+def _noise(results: Mapping[str, ArmResult]) -> str:
+    """Say how far another seed alone moved τ; empty without that arm."""
+    if SEED not in results or BASELINE not in results:
+        return ""
+    ways = next(iter(results[SEED].sets.values()))
+    moved = ", ".join(f"{way} by {_percent(change_of(results[SEED], results, way))}" for way in ways)
+    return f"Another seed alone changed {moved}: a smaller change than that says nothing."
+
+
+def _optimizer(muon_rate: float, rate: float) -> str:
+    return f"Muon {muon_rate:g} and AdamW {rate:g}" if muon_rate else f"AdamW {rate:g}"
+
+
+def _words(numbers: Sequence[int]) -> str:
+    return " ".join(map(str, numbers))
 
 
 def _line(cells: Sequence[str]) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -18,6 +19,7 @@ from ddtree.errors import InvalidArgument, Unavailable
 from ddtree.train.ablation_arms import Arm, Choices
 
 RESULTS = "ablation.json"
+ERRORS = "errors.log"
 
 
 @dataclass(frozen=True)
@@ -61,14 +63,15 @@ class Results:
         Raises:
             InvalidArgument: it holds results of other settings, which do not compare with new ones.
         """
-        self._path, self._settings = folder / RESULTS, dict(settings)
+        self.folder, self.settings = folder, dict(settings)
+        self._path = folder / RESULTS
         self.arms: dict[str, ArmResult] = {}
         stored = _read(self._path)
         if stored is None:
             self._write()  # at once: what a killed run leaves beside it belongs to these settings
             return
-        for field in sorted({*stored["settings"], *self._settings}):
-            before, now = stored["settings"].get(field), self._settings.get(field)
+        for field in sorted({*stored["settings"], *self.settings}):
+            before, now = stored["settings"].get(field), self.settings.get(field)
             if before != now:
                 raise InvalidArgument.of(
                     f"ablation {field}", f"must be {before!r} as in {self._path}", now,
@@ -81,13 +84,13 @@ class Results:
         self.arms[result.arm.name] = result
         self._write()
         # What an arm would go on from is several times its weights, and it does not go on.
-        (result.arm.folder_in(self._path.parent) / "state.pt").unlink(missing_ok=True)
+        (result.arm.folder_in(self.folder) / "state.pt").unlink(missing_ok=True)
 
     def _write(self) -> None:
         arms = {name: one.to_json() for name, one in self.arms.items()}
         partial = self._path.with_suffix(".partial")
         partial.write_text(
-            json.dumps({"settings": self._settings, "arms": arms}, indent=1) + "\n", encoding="utf-8"
+            json.dumps({"settings": self.settings, "arms": arms}, indent=1) + "\n", encoding="utf-8"
         )
         partial.replace(self._path)
 
@@ -96,6 +99,13 @@ def stored_setting(folder: Path, name: str) -> Any:
     """Give a setting of the results in a folder; None where there is none."""
     stored = _read(folder / RESULTS)
     return None if stored is None else stored["settings"].get(name)
+
+
+def note_error(folder: Path, what: str, trace: str) -> None:
+    """Append to the folder's errors, so that they outlive the terminal they were shown in."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ERRORS).open("a", encoding="utf-8") as file:
+        file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {what}\n{trace.rstrip()}\n\n")
 
 
 @contextmanager

@@ -9,16 +9,17 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache, partial
 from multiprocessing import connection, get_context, parent_process
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from typing import Protocol
 
-from ddtree.errors import DDTreeError
 from ddtree.train.ablation_arms import Arm
 from ddtree.train.ablation_results import ArmResult
 
@@ -42,6 +43,7 @@ class Outcome:
     arm: Arm
     result: ArmResult | None
     error: str = ""  # why there is no result
+    trace: str = ""  # where that happened, if it was an exception
 
 
 def outcomes(arms: Sequence[Arm], make_bench: MakeBench, jobs: int) -> Iterator[Outcome]:
@@ -49,16 +51,16 @@ def outcomes(arms: Sequence[Arm], make_bench: MakeBench, jobs: int) -> Iterator[
     if jobs > 1 and len(arms) > 1:
         yield from _Pool(make_bench).outcomes(arms, jobs)
     elif arms:
-        bench = make_bench(0)
+        bench = cache(partial(make_bench, 0))
         for arm in arms:
             yield _run(bench, arm)
 
 
-def _run(bench: Bench, arm: Arm) -> Outcome:
+def _run(bench: Callable[[], Bench], arm: Arm) -> Outcome:
     try:
-        return Outcome(arm, bench.run(arm))
-    except (DDTreeError, RuntimeError) as error:  # out of memory is a RuntimeError; the next arm may fit
-        return Outcome(arm, None, f"{type(error).__name__}: {error}")
+        return Outcome(arm, bench().run(arm))
+    except Exception as error:  # noqa: BLE001 - whatever one arm met, the next one may not
+        return Outcome(arm, None, f"{type(error).__name__}: {error}", traceback.format_exc())
 
 
 @dataclass
@@ -137,7 +139,9 @@ def _work(theirs: Connection, make_bench: MakeBench, number: int) -> None:
     """Run the arms that come through the pipe until it is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the parent ends this one
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    bench = make_bench(number)
+    bench = cache(
+        partial(make_bench, number)
+    )  # what cannot be made is told, and tried again for the next arm
     while True:
         try:
             arm: Arm = theirs.recv()

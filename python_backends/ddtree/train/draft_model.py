@@ -7,6 +7,7 @@ target nor how blocks are chosen.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -78,8 +79,15 @@ class TrainedDraft(nn.Module):
         self._rotary = Rotary(config)
         self._initialise()
 
-    def forward(self, batch: BlockBatch) -> torch.Tensor:
-        """Give hidden states `[S, A, B, H]` after the final norm, before the output head."""
+    def forward(
+        self, batch: BlockBatch, layers: Sequence[Callable[..., torch.Tensor]] | None = None
+    ) -> torch.Tensor:
+        """Give hidden states `[S, A, B, H]` after the final norm, before the output head.
+
+        Args:
+            batch: what to draft.
+            layers: what to call in place of `self.layers`: the same functions, compiled.
+        """
         sequences, length, _ = batch.taps.shape
         _, blocks, width, hidden_size = batch.embeds.shape
         device, dtype = batch.embeds.device, batch.embeds.dtype
@@ -90,7 +98,7 @@ class TrainedDraft(nn.Module):
         block_turn = self._rotary(positions, dtype)
         mask = self._mask(batch.anchors, length, width, dtype)
         hidden = batch.embeds.reshape(sequences, blocks * width, hidden_size)
-        for layer in self.layers:
+        for layer in self.layers if layers is None else layers:
             hidden = layer(hidden, features, block_turn, context_turn, mask)
         normed: torch.Tensor = self.norm(hidden)
         return normed.view(sequences, blocks, width, hidden_size)

@@ -48,30 +48,35 @@ class TapReader:
             raise InvalidArgument.of(
                 "taps", f"must be layers 0..{len(layers) - 1}", list(self._taps), "choose other layers"
             )
-        if compiled:
-            for layer in layers:
-                # All layers share one compiled function; hooks stay outside of it. What an earlier reader
-                # of this target compiled goes: compiled twice it would be guarded twice.
-                vars(layer).pop("forward", None)
-                layer.forward = torch.compile(layer.forward)
         # Nothing after the last tap is wanted, and the head is most of a small target.
         self._wanted, self._whole = layers[: max(self._taps) + 1], layers
+        # All layers share one compiled function; hooks stay outside of it.
+        self._compiled = [torch.compile(layer.forward) for layer in self._wanted] if compiled else []
 
     @torch.no_grad()
     def read(
         self,
         ids: torch.Tensor,  # [S, n], padding after the sequences' ends
+        *,
+        plainly: bool = False,  # without what is compiled, for shapes that come once
     ) -> torch.Tensor:
         """Run the target's layers; gives `[S, n, taps * H]`."""
         positions = torch.arange(ids.shape[1], device=ids.device).expand(len(ids), -1)
         self._decoder.layers = self._wanted
         hooks = [self._whole[tap].register_forward_hook(self._capture(tap)) for tap in self._taps]
+        fast = [] if plainly else self._compiled
         try:
+            # Compiled for this call alone: the target also answers prompts, a token a step inside a captured
+            # graph, where compiled layers would be compiled again for every layer's cache.
+            for layer, forward in zip(self._wanted, fast, strict=False):
+                layer.forward = forward
             self._decoder(input_ids=ids, position_ids=positions, use_cache=False)
             return torch.cat([self._captured[tap] for tap in self._taps], -1)
         finally:
             for hook in hooks:
                 hook.remove()
+            for layer in self._wanted:
+                vars(layer).pop("forward", None)
             self._decoder.layers = self._whole
             self._captured.clear()
 

@@ -77,7 +77,10 @@ class Trainer:
         self.device = self.embedding.device
         self.draft.to(self.device)
         self._loss = HeadLoss(self.head, compiled=self.settings.compiled)
-        self._forward = torch.compile(self.draft) if self.settings.compiled else self.draft
+        # Layer by layer: all share what is compiled once, and drafters with more or fewer layers do too.
+        self._layers = (
+            [torch.compile(layer.forward) for layer in self.draft.layers] if self.settings.compiled else None
+        )
         self._optimizers = make_optimizers(
             self.draft, matrix_rate=self.settings.matrix_rate, rate=self.settings.rate
         )
@@ -174,15 +177,19 @@ class Trainer:
 
     def _draft_blocks(self, ids: torch.Tensor, anchors: torch.Tensor) -> torch.Tensor:
         config = self.draft.config
-        taps = self.taps.read(ids).to(self.embedding.dtype)
+        # Without gradients, or for one sequence, all would be compiled once more: not worth it to measure.
+        measures = not torch.is_grad_enabled()
+        taps = self.taps.read(ids, plainly=measures).to(self.embedding.dtype)
         tokens = torch.full(
             (*anchors.shape, config.block_size), config.mask_token_id, dtype=ids.dtype, device=ids.device
         )
         tokens[..., 0] = ids.gather(1, anchors)
         embeds = F.embedding(tokens, self.embedding) * config.input_embedding_scale
-        # What is compiled is compiled once more without gradients: not worth it for a few held-out batches.
-        forward = self._forward if torch.is_grad_enabled() else self.draft
-        hidden: torch.Tensor = forward(BlockBatch(taps, embeds, anchors))
+        if self._layers is not None and not measures:
+            embeds.requires_grad_()  # as the inputs of all layers but the first do: compiled once for all
+        hidden: torch.Tensor = self.draft(
+            BlockBatch(taps, embeds, anchors), None if measures else self._layers
+        )
         return hidden
 
     def _loss_of(self, hidden: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

@@ -85,6 +85,7 @@ def test_on_a_small_target_no_arm_repeats_another() -> None:
 def test_chosen_arms_come_with_those_they_are_compared_with(arms: dict[str, Arm]) -> None:
     chosen = choose_arms(list(arms.values()), ["adamw", "answers-drawn"])
     assert [arm.name for arm in chosen] == ["baseline", "data-1/2", "answers-drawn", "adamw"]
+    assert choose_arms(list(arms.values()), ["answers-drawn", "adamw"]) == chosen
     assert choose_arms(list(arms.values()), []) == list(arms.values())
 
 

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -164,11 +165,57 @@ def test_the_command_compares_arms_and_goes_on_where_it_was(
     then = json.loads((folder / "run" / "ablation.json").read_text())["arms"]
     assert {name: then[name] for name in first} == first
     assert list(then) == ["baseline", "adamw", "data-1/2", "answers-greedy"]
-    report = (folder / "run" / "ablation.md").read_text().splitlines()
-    assert [line.split(" | ")[0] for line in report[2:]] == [
+    report = (folder / "run" / "ablation.md").read_text()
+    assert (
+        f"for {STEPS} steps of 8 sequences\nwith 4 blocks each: 96 blocks of 8,\n672 draft positions"
+        in report
+    )
+    assert [line.split(" | ")[0] for line in report.splitlines() if line.startswith("| ")][2:] == [
         "| baseline", "| data-1/2", "| answers-greedy", "| adamw",
     ]  # fmt: skip
+    assert "Without a result in this folder: seed, " in report
     assert (folder / "run" / "ablation.png").read_bytes().startswith(b"\x89PNG")
+    assert not (folder / "run" / "errors.log").exists()
+
+
+def test_what_ends_a_run_is_kept_and_what_only_ends_its_picture_ends_no_run(
+    command: Callable[..., int], tmp_path: Path
+) -> None:
+    (tmp_path / "ablation.png").mkdir()
+    more = ["--arms", "baseline", "--output", str(tmp_path)]
+    assert command(*more, steps=1) == 0
+    assert "1 steps of 8 sequences" in (tmp_path / "ablation.md").read_text()
+    assert command(*more, steps=2) == 2
+    errors = (tmp_path / "errors.log").read_text()
+    assert errors.count("Traceback (most recent call last)") == 2
+    assert "no picture: IsADirectoryError" in errors
+    assert "the run ended: InvalidArgument: INVALID_ARGUMENT: ablation steps must be 1 as in" in errors
+
+
+def test_a_compiled_arm_compiles_layers_to_train_with_and_leaves_the_target_as_it_was(
+    bench: ArmBench, arms: dict[str, Arm], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled: dict[str, list[bool]] = {}
+
+    def compile_of(function: Callable[..., Any], **_: Any) -> Callable[..., Any]:
+        calls = compiled.setdefault(function.__qualname__, [])
+
+        def call(*args: Any, **options: Any) -> Any:
+            calls.append(torch.is_grad_enabled())
+            return function(*args, **options)
+
+        return call
+
+    monkeypatch.setattr(torch, "compile", compile_of)
+    study = replace(bench.study, output=tmp_path, compiled=True)
+    result = replace(bench, study=study).run(arms["baseline"])
+    plain = replace(bench, study=replace(study, output=tmp_path / "plain", compiled=False)).run(
+        arms["baseline"]
+    )
+    assert compiled["Layer.forward"] == [True] * 2 * STEPS, "two layers, and none to measure"
+    assert compiled["LlamaDecoderLayer.forward"] == [False] * 2 * STEPS, "two up to the last tap, likewise"
+    assert all("forward" not in vars(layer) for layer in bench.model.get_decoder().layers)
+    assert (result.training_loss, result.sets) == (plain.training_loss, plain.sets)
 
 
 @pytest.mark.parametrize(

@@ -9,14 +9,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from ddtree.errors import InvalidArgument, Unavailable
 from ddtree.train.ablate import ArmsFailed, run_arms
-from ddtree.train.ablation_report import change_of, draw, table
-from ddtree.train.ablation_results import RESULTS, Results, held
+from ddtree.train.ablation_report import change_of, draw, report, table
+from ddtree.train.ablation_results import ERRORS, RESULTS, Results, held
 from tests.fakes.ablation import PATIENCE, SETTINGS, MakeFakeBench, begun, make_arm, make_result
 
 ROOT = Path(__file__).parents[3]
@@ -100,6 +101,19 @@ def test_an_arm_that_does_not_fit_is_named_after_the_others_have_run(tmp_path: P
     assert stored(tmp_path) == {"two"}
 
 
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_what_ends_an_arm_is_kept_with_its_place_and_ends_no_other(tmp_path: Path, jobs: int) -> None:
+    arms = [make_arm(name) for name in ("one", "two", "three")]
+    bench = MakeFakeBench(tmp_path, failing="one", broken=True)
+    with pytest.raises(ArmsFailed, match=r"one \(KeyError: 'no such weight'\)"):
+        list(run_arms(arms, Results(tmp_path, SETTINGS), bench, jobs))
+    assert stored(tmp_path) == {"two", "three"}
+    errors = (tmp_path / ERRORS).read_text()
+    assert errors.count("Traceback") == 1
+    assert " one: KeyError: 'no such weight'\nTraceback" in errors
+    assert 'raise KeyError("no such weight")' in errors
+
+
 def test_results_of_other_settings_are_refused_even_before_the_first_arm(tmp_path: Path) -> None:
     Results(tmp_path, {"steps": 7, "seed": 0})
     with pytest.raises(InvalidArgument, match=r"ablation steps must be 7 as in .*, got 8; repeat"):
@@ -171,3 +185,25 @@ def test_the_picture_is_drawn_with_and_without_arms_to_compare(tmp_path: Path) -
         draw([base, half], results, picture)
         assert picture.read_bytes().startswith(b"\x89PNG")
     assert table([base], {}) == "No arm has finished.\n"
+
+
+def test_the_report_says_its_scale_and_what_another_seed_changed() -> None:
+    base, seed = make_arm("baseline"), make_arm("seed")
+    results = {"baseline": make_result(base, 2.0, 3.0), "seed": make_result(seed, 2.1, 3.0)}
+    settings = {
+        "target": "a-target", "steps": 500, "sequences": 32, "anchors": 16, "corpus_answer_tokens": 2_000_000,
+        "corpus_sequences": 8000, "prompts": {"easy": "0", "hard": "1"}, "limit": 20, "max_answer": 128,
+        "rate": 1e-3, "base": asdict(base.choices),
+    }  # fmt: skip
+    lines = report([base, seed, make_arm("late")], results, settings).splitlines()
+    text = " ".join(lines)
+    assert lines[0] == "# Ablation of drafters for a-target"
+    assert "500 steps of 32 sequences with 16 blocks each: 0.3 M blocks of 16, 3.8 M draft positions." in text
+    assert "2.0 M answer tokens in 8000 sequences" in text
+    assert "sees each about 2 times." in text
+    assert "4 layers, taps 0 1, decay 7, Muon 0.02 and AdamW 0.001, seed 0." in text
+    assert "easy, hard: at most 20 prompts each, greedy answers of at most 128 tokens" in text
+    assert "Another seed alone changed chain by +5.0 %, tree64 by +0.0 %: a smaller" in text
+    assert lines[-1] == "Without a result in this folder: late."
+    assert report([base, seed], results, settings).endswith(table([base, seed], results))
+    assert "Another seed" not in report([base], {"baseline": results["baseline"]}, settings)
