@@ -118,7 +118,6 @@ def _join_kernel(
     mine = there[None, :] & (split[:, None] < splits[None, :])
     at = item[None, :] * MOST + split[:, None]
     # Read before it is known which of them were written: the answers of both loads are waited for once.
-    # Heads stand behind splits: warps are given heads, and the splits of each are added up within a thread.
     mean = tl.load(
         means + at[:, :, None] * HEAD_DIM + lane[None, None, :],
         mask=mine[:, :, None] & inside[None, None, :],
@@ -179,25 +178,20 @@ def tree_attention(
     read. Query, keys and values may be views into wider rows, as columns of one merged projection are; the
     pool is float32, float16 or bfloat16, and so are the rows. Softmax and sums are float32.
     """
-    places, count, heads, head_dim = query.shape
-    kv_heads = pool_keys.shape[1]
+    (places, count, heads, head_dim), kv_heads = query.shape, pool_keys.shape[1]
     assert query.dtype == tail_keys.dtype == tail_values.dtype == pool_keys.dtype, "one dtype for all"
     assert pool_keys.stride() == pool_values.stride(), "keys and values of a pool lie alike"
     assert scoring.scaling > 0, f"the highest product has the highest score, not with {scoring.scaling}"
     assert {t.stride(-1) for t in (query, tail_keys, tail_values, pool_keys)} == {1}, "dims lie side by side"
-    shape = AttentionShape(
-        places, count, heads, kv_heads, head_dim, rows.page_table.shape[1] * rows.page_size,
-        query.element_size(),
-    )  # fmt: skip
+    slots = rows.page_table.shape[1] * rows.page_size
+    shape = AttentionShape(places, count, heads, kv_heads, head_dim, slots, query.element_size())
     cut = tiling_for(shape, tiling)
     output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     means, sums, most = output, output, max(cut.splits, cut.last_splits)
     if most > 1:
-        parts = (places, count, heads, most)
-        means = torch.empty((*parts, head_dim), dtype=torch.float32, device=query.device)
-        sums = torch.empty(parts, dtype=torch.float32, device=query.device)
-    capped, windowed = scoring.softcap is not None, scoring.window is not None
-    cap = scoring.softcap or 1.0
+        means = output.new_empty((places, count, heads, most, head_dim), dtype=torch.float32)
+        sums = output.new_empty((places, count, heads, most), dtype=torch.float32)
+    capped, cap = scoring.softcap is not None, scoring.softcap or 1.0
     scale = 2.0 * scoring.scaling / cap if capped else scoring.scaling
     arguments = (
         query, tail_keys, tail_values, pool_keys, pool_values, rows.page_table, rows.lengths, rows.counts,
@@ -208,13 +202,14 @@ def tree_attention(
     )  # fmt: skip
     constants = {
         "KV_HEADS": kv_heads, "GROUPS": heads // kv_heads, "HEAD_DIM": head_dim, "WIDTH": padded(head_dim),
-        "PAGE": rows.page_size, "SIGHT": int(sight), "CAPPED": capped, "WINDOWED": windowed,
-        "SUNK": sinks is not None, "ROWS": cut.rows, "KEYS": cut.keys, "SPLITS": cut.splits,
-        "STAGES": cut.stages, "FEW": min(cut.stages, 2), "num_warps": cut.warps, "num_stages": cut.stages,
+        "PAGE": rows.page_size, "SIGHT": int(sight), "CAPPED": capped,
+        "WINDOWED": scoring.window is not None, "SUNK": sinks is not None, "ROWS": cut.rows,
+        "KEYS": cut.keys, "SPLITS": cut.splits, "STAGES": cut.stages, "FEW": min(cut.stages, 2),
+        "num_warps": cut.warps, "num_stages": cut.stages,
     }  # fmt: skip
     if cut.last_rows == cut.rows:
-        tiles = triton.cdiv(shape.folded, cut.rows)
-        _attend_kernel[(tiles, cut.splits, places * kv_heads)](*arguments, **constants)
+        grid = (triton.cdiv(shape.folded, cut.rows), cut.splits, places * kv_heads)
+        _attend_kernel[grid](*arguments, **constants)
     else:
         programs = shape.folded // cut.rows * cut.splits + cut.last_splits
         _attend_uneven_kernel[(programs, places * kv_heads)](

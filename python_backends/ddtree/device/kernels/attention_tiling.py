@@ -13,8 +13,9 @@ from functools import cache
 _LEAST_DOT = 16  # smallest side of Triton's matrix product
 _WIDE_DOT = 64  # query rows from which Hopper has an instruction of its own
 _LONGEST_JOIN = 64  # splits that one program joins without running out of registers
-_EASY_JOIN = 64 * 128  # numbers of a head that four warps join, 64 a thread; eight join more
-_WARP_JOINS = 16 * 128  # and these one warp, which waits for no other
+_WARP_JOINS = 16 * 128  # numbers that one warp joins, 64 a thread, and waits for no other
+_EASY_JOIN = 64 * 128  # and four; eight join more
+_MOST_HEADS = 8  # that a warp joins: launching programs costs more than a head only where there are many
 
 # In units of what a program of 64 query rows takes for a block of keys (measured: 1.2 us, two side by side).
 _LAST_BLOCK = 0.6  # what one of 16 query rows takes
@@ -100,8 +101,8 @@ def tiling_for(shape: AttentionShape, wish: Tiling | None = None) -> Tiling:
         stages=wish.stages or max(1, min(4 if narrow and width <= 128 else 3, stages)),
         last_rows=last_rows,
         last_splits=shares.last,
-        join_warps=wish.join_warps or (8 if joined > _EASY_JOIN else 4),
-        join_heads=wish.join_heads or (4 if joined <= _WARP_JOINS else 1),
+        join_warps=wish.join_warps or (1 if joined <= _WARP_JOINS else 4 if joined <= _EASY_JOIN else 8),
+        join_heads=wish.join_heads or max(1, min(_MOST_HEADS, _WARP_JOINS // joined)),
     )
 
 
