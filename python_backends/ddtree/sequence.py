@@ -170,15 +170,16 @@ class Sequence:
 
     def _take_at_once(self, tokens: Tokens[int]) -> tuple[list[int], str, FinishReason]:
         """Take tokens among whose text nothing is looked for: most of a round's time here is decoding."""
-        kept = list(tokens[: self.remaining_tokens])
-        end = next((place for place, token in enumerate(kept) if token in self._stop_ids), None)
-        if end is not None:
-            del kept[end + 1 :]
-        text = self._detokenizer.push(kept if end is None else kept[:end])
-        if end is None and len(kept) < self.remaining_tokens:
-            return kept, text, ""
-        rest, _ = self._flush()
-        return kept, text + rest, "length" if end is None else "stop"
+        left = self.remaining_tokens
+        kept = list(tokens[:left])
+        if self._stop_ids.isdisjoint(kept):
+            text = self._detokenizer.push(kept)
+            if len(kept) < left:
+                return kept, text, ""
+            return kept, text + self._flush()[0], "length"
+        end = next(place for place, token in enumerate(kept) if token in self._stop_ids)
+        text = self._detokenizer.push(kept[:end])
+        return kept[: end + 1], text + self._flush()[0], "stop"
 
     def _flush(self) -> tuple[str, bool]:
         """Give the held-back text, and whether a stop string was still in it."""
