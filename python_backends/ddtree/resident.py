@@ -213,9 +213,11 @@ class ResidentRounds:
         return ResidentRound(result, drafting)
 
     def _learn(self, batch: Sequence[Live], result: RoundResult, is_held: Sequence[bool]) -> None:
+        """Learn from trees whose size was chosen here: of the others nothing is ever expected."""
         log_probs, counts = result.path_log_probs.numpy(), result.node_counts.numpy()
         accepted = result.accepted_counts.numpy()
-        places = [place for place, count in enumerate(counts.tolist()) if count and is_held[place]]
+        told = zip(batch, counts.tolist(), is_held, strict=True)
+        places = [p for p, (live, count, held) in enumerate(told) if held and count and live.is_budget_open]
         if not places:
             return
         if len(places) < len(batch):

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
 import numpy as np
 import pytest
+import torch
 from numpy.typing import NDArray
 
-from ddtree.device.messages import RoundSizes
+from ddtree.device.messages import NO_DRAFTER, RoundResult, RoundSizes
+from ddtree.live import Live
 from ddtree.resident import FinishedTrees, ResidentRounds, RoundChoice
+from ddtree.types import Status
 from tests.fakes.lives import make_live
 
 NODES = (0, 7, 15, 31)
@@ -164,3 +171,55 @@ def test_a_drafter_that_is_behind_stays_so_and_knows_how_far() -> None:
     ResidentRounds._follow(in_step, True, 3)
     assert (behind.draft.length, behind.draft.behind_until) == (16, 43)
     assert in_step.draft.length == 43
+
+
+class OneRound:
+    """Stages whose round is written down, and the planner that asks for it."""
+
+    def __init__(self, sizes: RoundSizes, result: RoundResult) -> None:
+        self.sizes, self.result = sizes, result
+        self.epochs: list[int] = []
+
+    def resident(
+        self, batch: Sequence[Live], budgets: Sequence[int], epochs: Sequence[int], nodes: int
+    ) -> RoundSizes:
+        """No stage reads what it is asked here."""
+        del batch, budgets, nodes
+        self.epochs += epochs
+        return self.sizes
+
+    async def round(self, request: object) -> RoundResult:
+        """What is written down."""
+        del request
+        return self.result
+
+
+async def test_a_round_is_learnt_from_where_its_size_was_chosen_and_followed_where_it_was_held() -> None:
+    lives = [make_live(number) for number in range(1, 6)]
+    for live in lives:
+        live.committed = live.draft.length = 5
+    lives[1].sequence.params = replace(lives[1].sequence.params, tree_budget=7)  # asked for by its caller
+    lives[4].draft.is_wanted = False
+    ints = partial(torch.tensor, dtype=torch.int32)
+    lost, no_trees = Status.SESSION_LOST, np.full((3, 7), -np.inf, dtype=np.float32)
+    result = RoundResult(
+        status=ints([0, 0, 0, lost, 0]),
+        draft_status=ints([0, 0, lost, 0, 0]),
+        accepted_tokens=torch.zeros((5, 7), dtype=torch.int32),
+        accepted_counts=ints([2, 3, 0, 0, 0]),
+        bonus_tokens=ints([9] * 5),
+        node_counts=ints([7, 7, 0, 0, 0]),
+        path_log_probs=torch.from_numpy(np.stack([tree(0.9, 7), tree(0.5, 7), *no_trees])),
+        stage_ms={"draft": 1.0, "build_tree": 0.0, "verify": 5.0},
+    )
+    stages = OneRound(choice((5.0, 6.0, 7.0, 9.0), places=(1, 8)).sizes, result)
+    told: list[Live] = []
+    rounds = ResidentRounds(stages, stages, told.append)  # type: ignore[arg-type]
+    done = await rounds.run(lives)
+    assert done.result is result
+    assert stages.epochs == [0, 0, 0, 0, NO_DRAFTER]
+    assert set(rounds.choice.forecasts) == {1}
+    assert rounds.choice.forecasts[1].tokens == rounds.choice.typical.tokens
+    assert told == [lives[2]]
+    assert [live.draft.length for live in lives] == [8, 9, 5, 5, 5]
+    assert rounds.choice.device_ms == stages.sizes.ms, "a round that lost a sequence is none of its size"
