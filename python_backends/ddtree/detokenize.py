@@ -40,16 +40,15 @@ class IncrementalDetokenizer:
         push        window's text   given out
         Hi          Hi              "Hi"
         ␣\xf0\x9f   Hi␣�            " "        � may still become a character: held back
-        \x98\x80    Hi␣😀           "😀"       a clean border: `Hi` leaves the window
-        !           ␣😀!            "!"
+        \x98\x80    Hi␣😀           "😀"       a clean border: only this token stays in the window
+        !           ��!             "!"        what stayed was given out, however it reads by itself
 
-    The window starts one clean border before the last one, because a decoder may strip what comes first.
+    One token stays before the new ones, because a decoder may strip what comes first.
     """
 
     def __init__(self, decoder: Decoder) -> None:
         self._decoder = decoder
         self._window: list[int] = []
-        self._border = 0  # tokens of the window before its last clean border
         self._given = 0  # characters of the window's text already given out
 
     def push(self, token_ids: Sequence[int]) -> str:
@@ -79,22 +78,12 @@ class IncrementalDetokenizer:
         is_clean = not text.endswith(_REPLACEMENT)
         delta = self._give(text, len(text) if is_clean else len(text) - 1)
         if is_clean:
-            self._begin_at_border()
+            self._slide(len(self._window) - 1)
         elif len(self._window) > _LONGEST_UNCLEAN_WINDOW:
             # Text full of replacement characters: a lead byte restarts UTF-8, so earlier tokens may go.
             self._slide(len(self._window) - _UNFINISHED_TOKENS - 1)
-            self._border = 0
             self._given -= 1
         return delta
-
-    def _begin_at_border(self) -> None:
-        """Leave a clean border's last token alone in the window, or what came since the border before."""
-        last = self._decoder.decode(self._window[-1:])
-        if _REPLACEMENT in last:  # it ends a character that another token began
-            self._slide(self._border)
-        else:
-            self._window, self._given = self._window[-1:], len(last)
-        self._border = len(self._window)
 
     def _give(self, text: str, end: int) -> str:
         start, self._given = self._given, max(self._given, end)

@@ -199,7 +199,7 @@ def test_both_caches_hold_what_reading_everything_leaves_there(
     starts = {1: 2, 2: 30, 3: 47}
     for session, start in starts.items():
         open_both(stages, session, text[: start + 1])
-    lengths, rounds, accepted = dict(starts), 0, []
+    lengths, rounds, accepted, kept = dict(starts), 0, [], []
     while min(lengths.values()) < TEXT - 60:
         script.noise = (0.02, 0.4, 0.8)[rounds % 3]
         live = [session for session, length in lengths.items() if length < TEXT - 60]
@@ -221,7 +221,10 @@ def test_both_caches_hold_what_reading_everything_leaves_there(
             assert int(result.bonus_tokens[place]) == text[start + took]
             lengths[session] += took + 1
             accepted.append(took)
+        kept.append((result, result.bonus_tokens.tolist(), result.accepted_tokens.tolist()))
         rounds += 1
+    for result, bonus, paths in kept:  # the rounds that followed have left it as it was
+        assert (result.bonus_tokens.tolist(), result.accepted_tokens.tolist()) == (bonus, paths)
     assert {0, 1, 2, 3, 4, 7} <= set(accepted)
     for session, length in lengths.items():
         open_both(stages, 10 + session, text[: length + 1])
@@ -236,21 +239,22 @@ def test_both_caches_hold_what_reading_everything_leaves_there(
 def test_lost_sessions_are_told_and_the_others_served(stages: InProcessStages, text: list[int]) -> None:
     for session in (1, 2, 3):
         open_both(stages, session, text[:20])
-    stages.drafter.release([2])
-    stages.verifier.release([3])
+    stages.verifier.release([1])
+    stages.drafter.release([3])
     ints = partial(torch.tensor, dtype=torch.int32)
     batch = SessionBatch(torch.tensor([1, 2, 3]), ints([0, 0, 0]), ints([19, 19, 19]))
     roots = ints([text[19]] * 3)
     asked = RoundRequest(
-        batch, ints([0, 0, 0]), roots, ints([3, 3, 3]), ints([7, 7, 7]), torch.tensor([False] * 3), 3
+        batch, ints([0, 0, 0]), roots, ints([3, 2, 1]), ints([7, 7, 7]), torch.tensor([False] * 3), 3
     )
     assert stages._rounds is not None
     result = stages._rounds.run(asked)
-    assert result.status.tolist() == [Status.OK, Status.OK, Status.SESSION_LOST]
-    assert result.draft_status.tolist() == [Status.OK, Status.SESSION_LOST, Status.OK]
-    assert result.node_counts.tolist() == [3, 0, 0]
-    assert result.accepted_counts[1] == 0
-    assert result.bonus_tokens[1] == text[20]
+    assert result.status.tolist() == [Status.SESSION_LOST, Status.OK, Status.OK]
+    assert result.draft_status.tolist() == [Status.OK, Status.OK, Status.SESSION_LOST]
+    assert result.node_counts.tolist() == [0, 2, 0]
+    assert result.path_log_probs.isfinite().tolist() == [[False] * 3, [True, True, False], [False] * 3]
+    assert result.accepted_counts[2] == 0
+    assert result.bonus_tokens[2] == text[20]
     for stage in (stages.verifier, stages.drafter):
         stage.release([1, 2, 3])
 

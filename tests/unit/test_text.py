@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+from transformers import PreTrainedTokenizerFast
 
 from ddtree.errors import CheckpointError, InvalidArgument
 from ddtree.text import (
@@ -30,6 +32,21 @@ def test_text_comes_back(codec: TextCodec) -> None:
 
 def test_spaces_before_punctuation_are_left_alone(codec: TextCodec) -> None:
     assert codec.decode(codec.encode("a , b . c n't")) == "a , b . c n't"
+
+
+class Shouting(PreTrainedTokenizerFast):  # type: ignore[misc]
+    """Has a way of its own to decode, as some tokenizers of transformers do."""
+
+    def _decode(self, *args: Any, **kwargs: Any) -> str:
+        return str(super()._decode(*args, **kwargs)).upper()
+
+
+def test_a_tokenizer_that_decodes_in_its_own_way_keeps_it(codec: TextCodec) -> None:
+    backend = tokenizers.byte_level().backend_tokenizer
+    own = TextCodec(Shouting(tokenizer_object=backend, eos_token="</s>"), frozenset())
+    ids = codec.encode("The quick fox</s>")
+    assert own.decode(ids) == "THE QUICK FOX"
+    assert codec.decode(ids) == "The quick fox"
 
 
 def test_messages_go_through_the_chat_template_up_to_the_answer(codec: TextCodec) -> None:
