@@ -10,25 +10,26 @@ cut into `Tiling.splits` shares that run beside each other. How many there are i
 each is by the lengths on the device: a launch can be captured into a graph, and a split that finds nothing to
 do says so and ends. A second kernel joins the splits by the weight of their softmax sums (Flash-Decoding, Dao
 et al. 2023); with one split there is nothing to join. The query heads that share a KV head, times several
-rows, are one side of the matrix products, cut into tiles. Where but a few are left over for the last tile,
-its programs have fewer rows in the same launch, and their keys are cut into shares of their own. All sums run
-in a fixed order, so equal inputs give equal bits.
+rows, are one side of the matrix products. All sums run in a fixed order, so equal inputs give equal bits.
 
 This module knows neither models nor sessions, and `attention_tiling` chooses the block sizes.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 
-from ddtree.device.kernels.attention_blocks import LOG2_E, UNSEEN, attend_rows
+from ddtree.device.kernels.attention_blocks import UNSEEN, own_rows, prefix, share
 from ddtree.device.kernels.attention_tiling import AttentionShape, Tiling, padded, tiling_for
 from ddtree.device.rows import DeviceRows, Sight
 
+_LOG2_E = tl.constexpr(math.log2(math.e))  # exponentials are taken as powers of two, which the hardware has
+_FAR = tl.constexpr(1 << 30)  # a depth that no row has
 _STORED_AT_ONCE = 1024  # columns of a row that one program stores
 
 
@@ -52,93 +53,84 @@ def _attend_kernel(
     SUNK: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr,
     STAGES: tl.constexpr, FEW: tl.constexpr,  # blocks under way; the same where there is but a block or two
 ):  # fmt: skip
-    attend_rows(
-        tl.program_id(0) * ROWS, tl.program_id(1), tl.program_id(2) // KV_HEADS, tl.program_id(2) % KV_HEADS,
-        query, tail_keys, tail_values, pool_keys, pool_values, page_table, lengths, counts, depths, bits,
-        sinks, output, sums,
-        query_place, query_row, query_head, key_place, key_row, key_head, value_place, value_row, value_head,
-        pool_slot, pool_head, scale, cap, window, rows, words, pages,
-        KV_HEADS, GROUPS, HEAD_DIM, WIDTH, PAGE, SIGHT, CAPPED, WINDOWED, SUNK, ROWS, KEYS, SPLITS,
-        SPLITS, STAGES, FEW,
+    tile, split, kv_head = tl.program_id(0), tl.program_id(1), tl.program_id(2) % KV_HEADS
+    place = (tl.program_id(2) // KV_HEADS).to(tl.int64)
+    folded, lane = tile * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDTH)
+    row, head, inside = folded // GROUPS, kv_head * GROUPS + folded % GROUPS, lane < HEAD_DIM
+    count, length = tl.load(counts + place), tl.load(lengths + place)
+    depths, bits = depths + place * rows, bits + place * rows * words
+    depth = tl.load(depths + row, mask=row < count, other=_FAR)
+    begin, end = share(length, count, depth, tile, split, window, GROUPS, SIGHT, WINDOWED, ROWS, KEYS, SPLITS)
+    live = (row < count) & (begin < end)
+    at_query = query + place * query_place + (row * query_row + head * query_head)[:, None] + lane[None, :]
+    queries = tl.load(at_query, mask=live[:, None] & inside[None, :], other=0.0)
+    total = tl.zeros((ROWS, WIDTH), dtype=tl.float32)
+    highest = tl.full((ROWS,), UNSEEN, dtype=tl.float32)
+    weight = tl.zeros((ROWS,), dtype=tl.float32)
+    committed, full = tl.cdiv(length, KEYS), length // KEYS
+    pool_keys, pool_values = pool_keys + kv_head * pool_head, pool_values + kv_head * pool_head
+    table = page_table + place * pages
+    total, highest, weight = prefix(
+        queries, pool_keys, pool_values, table, length, depth, begin, tl.minimum(end, full),
+        total, highest, weight, pool_slot, scale, cap, window,
+        HEAD_DIM, WIDTH, PAGE, CAPPED, WINDOWED, KEYS, STAGES, FULL=True,
     )  # fmt: skip
+    total, highest, weight = prefix(
+        queries, pool_keys, pool_values, table, length, depth, tl.maximum(begin, full),
+        tl.minimum(end, committed), total, highest, weight, pool_slot, scale, cap, window,
+        HEAD_DIM, WIDTH, PAGE, CAPPED, WINDOWED, KEYS, FEW, FULL=False,
+    )  # fmt: skip
+    at_keys = tail_keys + place * key_place + kv_head * key_head + lane[None, :]
+    at_values = tail_values + place * value_place + kv_head * value_head + lane[None, :]
+    total, highest, weight = own_rows(
+        queries, at_keys, at_values, bits, depths, row, depth, live, count,
+        tl.maximum(begin, committed) - committed, end - committed, total, highest, weight,
+        key_row, value_row, words, scale, cap, window,
+        HEAD_DIM, WIDTH, SIGHT, CAPPED, WINDOWED, KEYS, FEW,
+    )  # fmt: skip
+    at = ((place * rows + row) * (KV_HEADS * GROUPS) + head) * SPLITS + split
+    mask = (row < rows) & (live | (SPLITS == 1))
+    if SUNK and SPLITS == 1:
+        sink = tl.load(sinks + head).to(tl.float32) * _LOG2_E
+        now = tl.maximum(highest, sink)
+        total = total * tl.exp2(highest - now)[:, None]
+        weight = weight * tl.exp2(highest - now) + tl.exp2(sink - now)
+    mean = tl.where(live[:, None], total / tl.where(weight > 0, weight, 1.0)[:, None], 0.0)
+    tl.store(output + at[:, None] * HEAD_DIM + lane[None, :], mean, mask=mask[:, None] & inside[None, :])
+    if SPLITS > 1:
+        tl.store(sums + at, highest + tl.log2(tl.where(weight > 0, weight, 1.0)), mask=row < count)
 
 
-@triton.jit(do_not_specialize=["window", "rows", "words", "pages"])
-def _attend_uneven_kernel(
-    query, tail_keys, tail_values, pool_keys, pool_values, page_table, lengths, counts, depths, bits, sinks,
-    output, sums,
-    query_place, query_row, query_head, key_place, key_row, key_head, value_place, value_row, value_head,
-    pool_slot, pool_head, scale, cap, window, rows, words, pages,
-    KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr,
-    PAGE: tl.constexpr, SIGHT: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
-    SUNK: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr,
-    STAGES: tl.constexpr, FEW: tl.constexpr, LAST_ROWS: tl.constexpr, LAST_SPLITS: tl.constexpr,
-    MOST: tl.constexpr,
-):  # fmt: skip
-    """All tiles but the last are full; the last few rows have smaller programs in the same launch."""
-    tiles, program = rows * GROUPS // ROWS, tl.program_id(0)
-    place, kv_head = tl.program_id(1) // KV_HEADS, tl.program_id(1) % KV_HEADS
-    if program < tiles * SPLITS:
-        attend_rows(
-            program % tiles * ROWS, program // tiles, place, kv_head,
-            query, tail_keys, tail_values, pool_keys, pool_values, page_table, lengths, counts, depths,
-            bits, sinks, output, sums, query_place, query_row, query_head, key_place, key_row, key_head,
-            value_place, value_row, value_head,
-            pool_slot, pool_head, scale, cap, window, rows, words, pages,
-            KV_HEADS, GROUPS, HEAD_DIM, WIDTH, PAGE, SIGHT, CAPPED, WINDOWED, SUNK, ROWS, KEYS, SPLITS,
-            MOST, STAGES, FEW,
-        )  # fmt: skip
-    else:
-        attend_rows(
-            tiles * ROWS, program - tiles * SPLITS, place, kv_head,
-            query, tail_keys, tail_values, pool_keys, pool_values, page_table, lengths, counts, depths,
-            bits, sinks, output, sums, query_place, query_row, query_head, key_place, key_row, key_head,
-            value_place, value_row, value_head,
-            pool_slot, pool_head, scale, cap, window, rows, words, pages,
-            KV_HEADS, GROUPS, HEAD_DIM, WIDTH, PAGE, SIGHT, CAPPED, WINDOWED, SUNK, LAST_ROWS, KEYS,
-            LAST_SPLITS, MOST, STAGES, FEW,
-        )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["rows", "items"])
+@triton.jit(do_not_specialize=["rows"])
 def _join_kernel(
-    means, sums, counts, sinks, output, rows, items,
-    HEADS: tl.constexpr, GROUPS: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr,
-    SUNK: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr, LAST_SPLITS: tl.constexpr,
-    MOST: tl.constexpr, JOINED: tl.constexpr, TOGETHER: tl.constexpr,  # heads of a program
+    means, sums, counts, sinks, output, rows,
+    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, SUNK: tl.constexpr,
+    SPLITS: tl.constexpr, JOINED: tl.constexpr,
 ):  # fmt: skip
-    item = tl.program_id(0) * TOGETHER + tl.arange(0, TOGETHER)
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     split, lane = tl.arange(0, JOINED), tl.arange(0, WIDTH)
-    there, inside = item < items, lane < HEAD_DIM
-    row, head, item = item // HEADS, item % HEADS, item.to(tl.int64)
-    splits = tl.full((TOGETHER,), SPLITS, dtype=tl.int32)
-    if LAST_SPLITS != SPLITS:
-        folded = row % rows * GROUPS + head % GROUPS
-        splits = tl.where(folded < rows * GROUPS // ROWS * ROWS, SPLITS, LAST_SPLITS)
-    mine = there[None, :] & (split[:, None] < splits[None, :])
-    at = item[None, :] * MOST + split[:, None]
+    at, inside = (row * HEADS + head) * SPLITS + split, lane < HEAD_DIM
     # Read before it is known which of them were written: the answers of both loads are waited for once.
     mean = tl.load(
-        means + at[:, :, None] * HEAD_DIM + lane[None, None, :],
-        mask=mine[:, :, None] & inside[None, None, :],
+        means + at[:, None] * HEAD_DIM + lane[None, :],
+        mask=(split < SPLITS)[:, None] & inside[None, :],
         other=0.0,
     )
-    live = row % rows < tl.load(counts + row // rows, mask=there, other=0)
-    found = tl.load(sums + at, mask=mine, other=UNSEEN)
-    found = tl.where(live[None, :], found, UNSEEN)
+    live = row % rows < tl.load(counts + row // rows)
+    found = tl.load(sums + at, mask=split < SPLITS, other=UNSEEN)
+    found = tl.where(live, found, UNSEEN)
     highest = tl.max(found, axis=0)
     if SUNK:
-        sink = tl.load(sinks + head, mask=there, other=0.0).to(tl.float32) * LOG2_E
+        sink = tl.load(sinks + head).to(tl.float32) * _LOG2_E
         highest = tl.maximum(highest, sink)
     base = tl.where(highest == UNSEEN, 0.0, highest)
-    shares = tl.exp2(found - base[None, :])
+    shares = tl.exp2(found - base)
     weight = tl.sum(shares, axis=0)
     if SUNK:
         weight += tl.exp2(sink - base)
-    joined = tl.sum(shares[:, :, None] * tl.where(shares[:, :, None] > 0, mean, 0.0), axis=0)
-    joined = joined / tl.where(weight > 0, weight, 1.0)[:, None]
-    at_output = output + item[:, None] * HEAD_DIM + lane[None, :]
-    tl.store(at_output, joined, mask=there[:, None] & inside[None, :])
+    joined = tl.sum(shares[:, None] * tl.where(shares[:, None] > 0, mean, 0.0), axis=0)
+    joined = joined / tl.where(weight > 0, weight, 1.0)
+    tl.store(output + (row * HEADS + head) * HEAD_DIM + lane, joined, mask=inside)
 
 
 @triton.jit
@@ -178,65 +170,44 @@ def tree_attention(
     read. Query, keys and values may be views into wider rows, as columns of one merged projection are; the
     pool is float32, float16 or bfloat16, and so are the rows. Softmax and sums are float32.
     """
-    (places, count, heads, head_dim), kv_heads = query.shape, pool_keys.shape[1]
+    places, count, heads, head_dim = query.shape
+    kv_heads = pool_keys.shape[1]
     assert query.dtype == tail_keys.dtype == tail_values.dtype == pool_keys.dtype, "one dtype for all"
     assert pool_keys.stride() == pool_values.stride(), "keys and values of a pool lie alike"
     assert scoring.scaling > 0, f"the highest product has the highest score, not with {scoring.scaling}"
     assert {t.stride(-1) for t in (query, tail_keys, tail_values, pool_keys)} == {1}, "dims lie side by side"
-    slots = rows.page_table.shape[1] * rows.page_size
-    shape = AttentionShape(places, count, heads, kv_heads, head_dim, slots, query.element_size())
+    shape = AttentionShape(
+        places, count, heads, kv_heads, head_dim, rows.page_table.shape[1] * rows.page_size,
+        query.element_size(),
+    )  # fmt: skip
     cut = tiling_for(shape, tiling)
     output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    means, sums, most = output, output, max(cut.splits, cut.last_splits)
-    if most > 1:
-        means = output.new_empty((places, count, heads, most, head_dim), dtype=torch.float32)
-        sums = output.new_empty((places, count, heads, most), dtype=torch.float32)
-    capped, cap = scoring.softcap is not None, scoring.softcap or 1.0
+    means, sums = output, output
+    if cut.splits > 1:
+        parts = (places, count, heads, cut.splits)
+        means = torch.empty((*parts, head_dim), dtype=torch.float32, device=query.device)
+        sums = torch.empty(parts, dtype=torch.float32, device=query.device)
+    capped, windowed = scoring.softcap is not None, scoring.window is not None
+    cap = scoring.softcap or 1.0
     scale = 2.0 * scoring.scaling / cap if capped else scoring.scaling
-    arguments = (
+    _attend_kernel[(triton.cdiv(shape.folded, cut.rows), cut.splits, places * kv_heads)](
         query, tail_keys, tail_values, pool_keys, pool_values, rows.page_table, rows.lengths, rows.counts,
         rows.depths, rows.bits, output if sinks is None else sinks, means, sums,
         *query.stride()[:3], *tail_keys.stride()[:3], *tail_values.stride()[:3], *pool_keys.stride()[:2],
-        scale * LOG2_E.value, cap * LOG2_E.value, scoring.window or 0, count, rows.bits.shape[2],
+        scale * _LOG2_E.value, cap * _LOG2_E.value, scoring.window or 0, count, rows.bits.shape[2],
         rows.page_table.shape[1],
+        KV_HEADS=kv_heads, GROUPS=heads // kv_heads, HEAD_DIM=head_dim, WIDTH=padded(head_dim),
+        PAGE=rows.page_size, SIGHT=int(sight), CAPPED=capped, WINDOWED=windowed, SUNK=sinks is not None,
+        ROWS=cut.rows, KEYS=cut.keys, SPLITS=cut.splits, STAGES=cut.stages,
+        FEW=min(cut.stages, 2), num_warps=cut.warps, num_stages=cut.stages,
     )  # fmt: skip
-    constants = {
-        "KV_HEADS": kv_heads, "GROUPS": heads // kv_heads, "HEAD_DIM": head_dim, "WIDTH": padded(head_dim),
-        "PAGE": rows.page_size, "SIGHT": int(sight), "CAPPED": capped,
-        "WINDOWED": scoring.window is not None, "SUNK": sinks is not None, "ROWS": cut.rows,
-        "KEYS": cut.keys, "SPLITS": cut.splits, "STAGES": cut.stages, "FEW": min(cut.stages, 2),
-        "num_warps": cut.warps, "num_stages": cut.stages,
-    }  # fmt: skip
-    if cut.last_rows == cut.rows:
-        grid = (triton.cdiv(shape.folded, cut.rows), cut.splits, places * kv_heads)
-        _attend_kernel[grid](*arguments, **constants)
-    else:
-        programs = shape.folded // cut.rows * cut.splits + cut.last_splits
-        _attend_uneven_kernel[(programs, places * kv_heads)](
-            *arguments, **constants, LAST_ROWS=cut.last_rows, LAST_SPLITS=cut.last_splits, MOST=most
-        )
-    if most > 1:
-        _join(means, sums, rows.counts, sinks, output, kv_heads, cut)
+    if cut.splits > 1:
+        _join_kernel[(places * count, heads)](
+            means, sums, rows.counts, output if sinks is None else sinks, output, count,
+            HEADS=heads, HEAD_DIM=head_dim, WIDTH=padded(head_dim), SUNK=sinks is not None,
+            SPLITS=cut.splits, JOINED=triton.next_power_of_2(cut.splits), num_warps=cut.join_warps,
+        )  # fmt: skip
     return output
-
-
-def _join(
-    means: torch.Tensor,  # [S, T, heads, splits, head_dim] float32
-    sums: torch.Tensor,  # [S, T, heads, splits] float32, logarithms to base 2
-    counts: torch.Tensor,
-    sinks: torch.Tensor | None,
-    output: torch.Tensor,  # written
-    kv_heads: int,
-    cut: Tiling,
-) -> None:
-    places, count, heads, most, head_dim = means.shape
-    items = places * count * heads
-    _join_kernel[(triton.cdiv(items, cut.join_heads),)](
-        means, sums, counts, output if sinks is None else sinks, output, count, items,
-        HEADS=heads, GROUPS=heads // kv_heads, HEAD_DIM=head_dim, WIDTH=padded(head_dim),
-        SUNK=sinks is not None, ROWS=cut.rows, SPLITS=cut.splits, LAST_SPLITS=cut.last_splits, MOST=most,
-        JOINED=triton.next_power_of_2(most), TOGETHER=cut.join_heads, num_warps=cut.join_warps,
-    )  # fmt: skip
 
 
 def store(

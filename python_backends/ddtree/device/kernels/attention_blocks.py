@@ -6,8 +6,6 @@ This module knows neither places nor splits: it is given addresses, a range of b
 
 from __future__ import annotations
 
-import math
-
 import triton
 import triton.language as tl
 
@@ -16,8 +14,6 @@ from ddtree.device.rows import Sight
 _TREE = tl.constexpr(int(Sight.TREE))
 _CAUSAL = tl.constexpr(int(Sight.CAUSAL))
 _BLOCK = tl.constexpr(int(Sight.BLOCK))
-_FAR = tl.constexpr(1 << 30)  # a depth that no row has
-LOG2_E = tl.constexpr(math.log2(math.e))  # exponentials are taken as powers of two, which the hardware has
 UNSEEN = tl.constexpr(float("-inf"))  # the score of a key that is not seen
 
 
@@ -57,14 +53,11 @@ def take_in(scores, values, total, highest, weight, scale, CAPPED: tl.constexpr)
 
 @triton.jit
 def share(
-    length, count, depth, start, split, window,
+    length, count, depth, tile, split, window,
     GROUPS: tl.constexpr, SIGHT: tl.constexpr, WINDOWED: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """A split's part of the line of blocks: its first block and the one behind its last.
-
-    `start`: the first of the program's query rows, heads that share a KV head counted one by one.
-    """
+    """A split's part of the line of blocks: its first block and the one behind its last."""
     committed = tl.cdiv(length, KEYS)
     if WINDOWED:
         first = tl.maximum(length + tl.min(depth, axis=0) - window + 1, 0) // KEYS
@@ -73,9 +66,9 @@ def share(
         first = 0
     stop = count
     if SIGHT != _BLOCK:  # in a tree, too, a row sees no row behind itself
-        stop = tl.minimum(count, (start + ROWS - 1) // GROUPS + 1)
+        stop = tl.minimum(count, (tile * ROWS + ROWS - 1) // GROUPS + 1)
     blocks = committed - first + tl.cdiv(stop, KEYS)
-    blocks = tl.where(start // GROUPS < count, blocks, 0)
+    blocks = tl.where(tile * ROWS // GROUPS < count, blocks, 0)
     each = tl.cdiv(blocks, SPLITS)
     begin = first + split * each
     return begin, tl.minimum(begin + each, first + blocks)
@@ -167,65 +160,3 @@ def own_rows(
         scores = tl.where(seen, score(queries, keys, scale, cap, CAPPED), UNSEEN)
         total, highest, weight = take_in(scores, values, total, highest, weight, scale, CAPPED)
     return total, highest, weight
-
-
-@triton.jit
-def attend_rows(
-    start, split, place, kv_head,
-    query, tail_keys, tail_values, pool_keys, pool_values, page_table, lengths, counts, depths, bits, sinks,
-    output, sums,
-    query_place, query_row, query_head, key_place, key_row, key_head, value_place, value_row, value_head,
-    pool_slot, pool_head, scale, cap, window, rows, words, pages,
-    KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr,
-    PAGE: tl.constexpr, SIGHT: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
-    SUNK: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr, MOST: tl.constexpr,
-    STAGES: tl.constexpr, FEW: tl.constexpr,
-):  # fmt: skip
-    """One split of `ROWS` query rows from `start` on; there is room for `MOST` splits of each row."""
-    place = place.to(tl.int64)
-    folded, lane = start + tl.arange(0, ROWS), tl.arange(0, WIDTH)
-    row, head, inside = folded // GROUPS, kv_head * GROUPS + folded % GROUPS, lane < HEAD_DIM
-    count, length = tl.load(counts + place), tl.load(lengths + place)
-    depths, bits = depths + place * rows, bits + place * rows * words
-    depth = tl.load(depths + row, mask=row < count, other=_FAR)
-    begin, end = share(
-        length, count, depth, start, split, window, GROUPS, SIGHT, WINDOWED, ROWS, KEYS, SPLITS
-    )
-    live = (row < count) & (begin < end)
-    at_query = query + place * query_place + (row * query_row + head * query_head)[:, None] + lane[None, :]
-    queries = tl.load(at_query, mask=live[:, None] & inside[None, :], other=0.0)
-    total = tl.zeros((ROWS, WIDTH), dtype=tl.float32)
-    highest = tl.full((ROWS,), UNSEEN, dtype=tl.float32)
-    weight = tl.zeros((ROWS,), dtype=tl.float32)
-    committed, full = tl.cdiv(length, KEYS), length // KEYS
-    pool_keys, pool_values = pool_keys + kv_head * pool_head, pool_values + kv_head * pool_head
-    table = page_table + place * pages
-    total, highest, weight = prefix(
-        queries, pool_keys, pool_values, table, length, depth, begin, tl.minimum(end, full),
-        total, highest, weight, pool_slot, scale, cap, window,
-        HEAD_DIM, WIDTH, PAGE, CAPPED, WINDOWED, KEYS, STAGES, FULL=True,
-    )  # fmt: skip
-    total, highest, weight = prefix(
-        queries, pool_keys, pool_values, table, length, depth, tl.maximum(begin, full),
-        tl.minimum(end, committed), total, highest, weight, pool_slot, scale, cap, window,
-        HEAD_DIM, WIDTH, PAGE, CAPPED, WINDOWED, KEYS, FEW, FULL=False,
-    )  # fmt: skip
-    at_keys = tail_keys + place * key_place + kv_head * key_head + lane[None, :]
-    at_values = tail_values + place * value_place + kv_head * value_head + lane[None, :]
-    total, highest, weight = own_rows(
-        queries, at_keys, at_values, bits, depths, row, depth, live, count,
-        tl.maximum(begin, committed) - committed, end - committed, total, highest, weight,
-        key_row, value_row, words, scale, cap, window,
-        HEAD_DIM, WIDTH, SIGHT, CAPPED, WINDOWED, KEYS, FEW,
-    )  # fmt: skip
-    at = ((place * rows + row) * (KV_HEADS * GROUPS) + head) * MOST + split
-    mask = (row < rows) & (live | (MOST == 1))
-    if SUNK and MOST == 1:
-        sink = tl.load(sinks + head).to(tl.float32) * LOG2_E
-        now = tl.maximum(highest, sink)
-        total = total * tl.exp2(highest - now)[:, None]
-        weight = weight * tl.exp2(highest - now) + tl.exp2(sink - now)
-    mean = tl.where(live[:, None], total / tl.where(weight > 0, weight, 1.0)[:, None], 0.0)
-    tl.store(output + at[:, None] * HEAD_DIM + lane[None, :], mean, mask=mask[:, None] & inside[None, :])
-    if MOST > 1:
-        tl.store(sums + at, highest + tl.log2(tl.where(weight > 0, weight, 1.0)), mask=row < count)

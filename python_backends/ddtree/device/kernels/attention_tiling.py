@@ -6,19 +6,16 @@ GPU and knows nothing of kernels.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cache
 
 _LEAST_DOT = 16  # smallest side of Triton's matrix product
-_WIDE_DOT = 64  # query rows from which Hopper has an instruction of its own
+_WIDE_DOT = 64  # query rows for which Hopper has an instruction of its own
 _LONGEST_JOIN = 64  # splits that one program joins without running out of registers
 _WARP_JOINS = 16 * 128  # numbers that one warp joins, 64 a thread, and waits for no other
 _EASY_JOIN = 64 * 128  # and four; eight join more
-_MOST_HEADS = 8  # that a warp joins: launching programs costs more than a head only where there are many
 
 # In units of what a program of 64 query rows takes for a block of keys (measured: 1.2 us, two side by side).
-_LAST_BLOCK = 0.6  # what one of 16 query rows takes
 _WAVE = 1.0  # start and end of a wave of programs
 _PARTS = 3.0  # writing what a wave's programs found and reading it again, were all rows real
 _HARD_JOIN = 1.0  # what a join of eight warps takes longer
@@ -51,10 +48,7 @@ class Tiling:
     splits: int = 0  # shares of the keys, 1..64
     warps: int = 0
     stages: int = 0  # blocks on their way from memory at a time
-    last_rows: int = 0  # query rows of the last tile's programs; as `rows` where few left over are not apart
-    last_splits: int = 0  # shares of the keys in the last tile
     join_warps: int = 0
-    join_heads: int = 0  # heads that a program joins, a power of two
 
 
 @dataclass(frozen=True)
@@ -73,10 +67,7 @@ def padded(size: int) -> int:
 
 @cache  # every layer of every step asks
 def tiling_for(shape: AttentionShape, wish: Tiling | None = None) -> Tiling:
-    """What is launched for a shape; the fields of `wish` that are not 0 are kept.
-
-    But for the last tile's, where its rows are more than `last_rows` or where it is the only one.
-    """
+    """What is launched for a shape; the fields of `wish` that are not 0 are kept."""
     wish, card = wish or Tiling(), _Card()
     exact = shape.item_bytes >= 4  # no tensor cores: operands stand in registers, so small blocks
     rows = wish.rows or (_LEAST_DOT if exact else _query_rows(shape.folded))
@@ -88,21 +79,15 @@ def tiling_for(shape: AttentionShape, wish: Tiling | None = None) -> Tiling:
     at_a_time = 1 if warps >= 8 else card.waves
     fits = card.shared_bytes // at_a_time - rows * width * shape.item_bytes
     stages = fits // (2 * keys * width * shape.item_bytes)
-    last_rows = wish.last_rows or min(rows, _LEAST_DOT)
-    if shape.folded < rows or not 0 < shape.folded % rows <= last_rows:
-        last_rows = rows
-    shares = _shares(shape, replace(wish, rows=rows, keys=keys, last_rows=last_rows), at_a_time)
-    joined = shares.joined * width
+    splits = wish.splits or _splits(shape, replace(wish, rows=rows, keys=keys), at_a_time)
+    joined = _joined(splits) * width
     return Tiling(
         rows=rows,
         keys=keys,
-        splits=shares.full,
+        splits=splits,
         warps=warps,
         stages=wish.stages or max(1, min(4 if narrow and width <= 128 else 3, stages)),
-        last_rows=last_rows,
-        last_splits=shares.last,
         join_warps=wish.join_warps or (1 if joined <= _WARP_JOINS else 4 if joined <= _EASY_JOIN else 8),
-        join_heads=wish.join_heads or max(1, min(_MOST_HEADS, _WARP_JOINS // joined)),
     )
 
 
@@ -111,43 +96,24 @@ def _query_rows(folded: int) -> int:
     return padded(folded) if folded <= _WIDE_DOT // 2 else _WIDE_DOT
 
 
-@dataclass(frozen=True)
-class _Shares:
-    """Of the keys: how many for every tile, and for the last where its rows are apart."""
-
-    full: int
-    last: int
-
-    @property
-    def joined(self) -> int:
-        """Splits of a row as a join has room for them."""
-        return 1 << (max(self.full, self.last) - 1).bit_length()
+def _joined(splits: int) -> int:
+    """Splits of a row as a join has room for them."""
+    return 1 << (splits - 1).bit_length()
 
 
-def _shares(shape: AttentionShape, cut: Tiling, at_a_time: int) -> _Shares:
-    """Those whose programs are done first; with `cut.splits` and `cut.last_splits`, these.
+def _splits(shape: AttentionShape, cut: Tiling, at_a_time: int) -> int:
+    """Shares of the keys whose programs are done first.
 
     All programs that run at a time are a wave, and the last few of them take as long as a whole one. Lengths
     are not known here: shares are of what a place has room for, and need not come out even.
     """
-    slots, heads = at_a_time * _Card().processors, shape.places * shape.kv_heads
-    blocks = -(-shape.slots // cut.keys) + -(-shape.rows // cut.keys)
-    apart = cut.last_rows < cut.rows
-    tiles = heads * (shape.folded // cut.rows if apart else -(-shape.folded // cut.rows))
+    slots, blocks = at_a_time * _Card().processors, -(-shape.slots // cut.keys) + -(-shape.rows // cut.keys)
+    work = shape.places * shape.kv_heads * -(-shape.folded // cut.rows)
     width, real = padded(shape.head_dim), min(shape.folded, cut.rows) / _WIDE_DOT
 
-    def cost(shares: _Shares) -> float:
-        programs = tiles * shares.full + heads * shares.last * apart
-        each = blocks / shares.full
-        if apart:
-            each = max(each, _LAST_BLOCK * blocks / shares.last)
-        join = _PARTS * real * programs / slots + _HARD_JOIN * (shares.joined * width > _EASY_JOIN)
-        return -(-programs // slots) * (each + _WAVE) + join
+    def cost(splits: int) -> float:
+        programs = work * splits
+        join = _PARTS * real * programs / slots + _HARD_JOIN * (_joined(splits) * width > _EASY_JOIN)
+        return -(-programs // slots) * (blocks / splits + _WAVE) + join
 
-    def lasts(full: int) -> Iterable[int]:
-        if not apart:
-            return (full,)
-        return (cut.last_splits,) if cut.last_splits else range(-(-full // 2), full + 1)
-
-    fulls = (cut.splits,) if cut.splits else range(1, min(blocks, _LONGEST_JOIN) + 1)
-    return min((_Shares(full, last) for full in fulls for last in lasts(full)), key=cost)
+    return min(range(1, min(blocks, _LONGEST_JOIN) + 1), key=cost)
