@@ -44,7 +44,8 @@ class StopFinder:
 
     def push(self, text: str) -> StopScan:
         """Take the next piece; what cannot belong to a stop string is given back."""
-        if not self.is_looking:
+        # Nothing has begun, and nothing begins here: true of most text, and quickly seen.
+        if self._node is self._root and self._root.children.keys().isdisjoint(text):
             return StopScan(text, None)
         pending = self._held + text
         for index, character in enumerate(text, start=len(self._held) + 1):
