@@ -1,4 +1,4 @@
-"""All kernels of Gated DeltaNet in the Triton language, and of them the commit and a plain convolution.
+"""All kernels of Gated DeltaNet in the Triton language, and of them what commits and a plain convolution.
 
 For a CUDA device; the tests run them in Triton's interpreter. They compute what `gated_delta` and `step` do
 with PyTorch, on rows as they stand in the packed step: nothing is padded or copied, states are read where
@@ -18,6 +18,9 @@ import triton.language as tl
 
 from ddtree.device.kernels.delta_stage import StageKernels, width_of
 from ddtree.device.kernels.gated_delta import LayerKernels, along_path
+
+_TAIL_CHANNELS = 256  # of a program
+_ROWS = 4  # that share the convolution's weights
 
 
 @triton.jit
@@ -52,17 +55,44 @@ def _commit_kernel(
 
 
 @triton.jit
-def _convolve_kernel(
-    inputs, tails, weight, windows, states, outputs, num_tails, channels,
-    KERNEL: tl.constexpr, BLOCK: tl.constexpr,
+def _tails_kernel(
+    tails, inputs, states, rows, lengths, sequences, num_states, num_rows, channels, longest,
+    SIZE: tl.constexpr, PLACES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    row, channel = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    is_channel = channel < channels
+    place, slice_ = tl.program_id(0), tl.program_id(1)
+    layer, sequence = (place // sequences).to(tl.int64), place % sequences
+    length = tl.load(lengths + sequence)
+    position, channel = tl.arange(0, PLACES), slice_ * BLOCK + tl.arange(0, BLOCK)
+    source = length + position  # in (tail, path)
+    moves = (position < SIZE) & (length > 0)
+    in_tail = source < SIZE
+    is_channel = (channel < channels)[None, :]
+    own = tails + (layer * num_states + tl.load(states + sequence)) * SIZE * channels
+    from_tail = source[:, None] * channels + channel[None, :]
+    row = tl.load(rows + sequence * longest + source - SIZE, mask=moves & (source >= SIZE), other=0)
+    from_rows = (layer * num_rows + row)[:, None] * channels + channel[None, :]
+    old = tl.load(own + from_tail, mask=(moves & in_tail)[:, None] & is_channel, other=0.0)
+    new = tl.load(inputs + from_rows, mask=(moves & (source >= SIZE))[:, None] & is_channel, other=0.0)
+    # What one thread overwrites another has to read first.
+    tl.debug_barrier()
+    at = position[:, None] * channels + channel[None, :]
+    tl.store(own + at, tl.where(in_tail[:, None], old, new), mask=moves[:, None] & is_channel)
+
+
+@triton.jit
+def _convolve_kernel(
+    inputs, tails, weight, windows, states, outputs, count, num_tails, channels,
+    KERNEL: tl.constexpr, PLACES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_row, is_channel = row < count, channel < channels
     total = along_path(
-        inputs, tails, weight, windows, states, row, channel, is_channel, num_tails, channels, channels,
-        KERNEL,
+        inputs, tails, weight, windows, states, row, is_row, channel, is_channel, num_tails, channels,
+        channels, KERNEL, PLACES,
     )  # fmt: skip
-    tl.store(outputs + row * channels + channel, total, mask=is_channel)
+    at = (row * channels)[:, None] + channel[None, :]
+    tl.store(outputs + at, total, mask=is_row[:, None] & is_channel[None, :])
 
 
 @dataclass(frozen=True)
@@ -90,6 +120,22 @@ class TreeKernels(StageKernels, LayerKernels):
             KEY=width_of(key_dim), VALUE=self.value_slice,
         )  # fmt: skip
 
+    def move_tails(
+        self,
+        tails: torch.Tensor,  # [L, states, kernel - 1, channels], changed
+        inputs: torch.Tensor,  # [L, rows, channels]
+        states: torch.Tensor,  # [S] int64
+        rows: torch.Tensor,  # [S, J] int64
+        lengths: torch.Tensor,  # [S] int64; 0 leaves a tail as it is
+    ) -> None:
+        """Make the last inputs of (tail, path) the tails, in all layers."""
+        layers, num_states, size, channels = tails.shape
+        _tails_kernel[(layers * len(states), triton.cdiv(channels, _TAIL_CHANNELS))](
+            tails, inputs, states, rows.contiguous(), lengths, len(states), num_states, inputs.shape[1],
+            channels, rows.shape[1],
+            SIZE=size, PLACES=triton.next_power_of_2(size), BLOCK=_TAIL_CHANNELS,
+        )  # fmt: skip
+
     def convolve(
         self,
         inputs: torch.Tensor,  # [n, channels]
@@ -101,9 +147,10 @@ class TreeKernels(StageKernels, LayerKernels):
         """Convolve every row with its ancestors, `[n, channels]` float32."""
         channels, kernel = weight.shape
         outputs = torch.empty(inputs.shape, dtype=torch.float32, device=inputs.device)
-        grid = (len(inputs), triton.cdiv(channels, self.channel_slice))
+        grid = (triton.cdiv(len(inputs), _ROWS), triton.cdiv(channels, self.channel_slice))
         _convolve_kernel[grid](
-            inputs, tails, weight.contiguous(), windows, states, outputs, len(states) * (kernel - 1),
-            channels, KERNEL=kernel, BLOCK=self.channel_slice,
+            inputs, tails, weight.contiguous(), windows, states, outputs, len(inputs),
+            len(states) * (kernel - 1), channels, KERNEL=kernel, PLACES=triton.next_power_of_2(kernel),
+            ROWS=_ROWS, BLOCK=self.channel_slice,
         )  # fmt: skip
         return outputs

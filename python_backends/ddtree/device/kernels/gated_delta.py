@@ -2,7 +2,7 @@
 
 Before it: convolution, activation and norm of every head, decays summed along paths, shares, all at once.
 After it: the gated norm. One operation at a time these are forty launches a layer, which take longer than the
-tree form itself. They round where the model's own forward rounds. Behind a commit: the tails of all layers.
+tree form itself. They round where the model's own forward rounds.
 
 Like the tree form's kernels they look at nothing on the host, and are not imported unless they are used. This
 module knows tensors.
@@ -21,69 +21,81 @@ if TYPE_CHECKING:
     from ddtree.recurrent.layer import LayerInputs, LayerWeights
     from ddtree.recurrent.state_pool import Stash
 
-_ROWS_AT_ONCE = 16  # whose decays are summed at a time
-_TAIL_CHANNELS = 256  # of a program
+_FEW_ROWS, _MANY_ROWS = 16, 64  # whose decays are summed at a time
+_HEADS_AT_ONCE = 4  # of a program that sums decays: its other rows are for the threads
+_ROWS_TOGETHER = 4  # of a head in one program: they share the convolution's weights
 _NORM_EPS = 1e-6  # of `gated_delta.unit`
 
 
 @triton.jit
 def along_path(  # noqa: ANN201 - kernels have no types of Python's
-    inputs, tails, weight, windows, states, row, channel, inside, num_tails, channels, input_row,
-    KERNEL: tl.constexpr,
+    inputs, tails, weight, windows, states, row, is_row, channel, inside, num_tails, channels, input_row,
+    KERNEL: tl.constexpr, PLACES: tl.constexpr,
 ):  # fmt: skip
-    """A row's convolution over itself, its nearest ancestors and the session's tail, float32 per channel."""
-    total = tl.zeros(channel.shape, dtype=tl.float32)
-    for position in tl.static_range(KERNEL):
-        source = tl.load(windows + row * KERNEL + position)
-        in_tail = source < num_tails
-        state = tl.load(states + source // (KERNEL - 1), mask=in_tail, other=0)
-        from_tail = (state * (KERNEL - 1) + source % (KERNEL - 1)) * channels + channel
-        from_rows = (source - num_tails) * input_row + channel
-        in_rows = source >= num_tails
-        value = tl.load(tails + from_tail, mask=inside & in_tail, other=0.0).to(tl.float32)
-        value += tl.load(inputs + from_rows, mask=inside & in_rows, other=0.0).to(tl.float32)
-        factor = tl.load(weight + channel * KERNEL + position, mask=inside, other=0.0)
-        total += value * factor.to(tl.float32)
-    return total
+    """Rows' convolution over themselves, their nearest ancestors and the tail, `[rows, channels]` float32.
+
+    All places at once, `[places, rows, channels]`: one after another each would wait for its own row's
+    number, its state and its inputs.
+    """
+    position = tl.arange(0, PLACES)
+    is_place = (position < KERNEL)[:, None] & is_row[None, :]
+    source = tl.load(windows + (row * KERNEL)[None, :] + position[:, None], mask=is_place, other=0).to(
+        tl.int32
+    )
+    in_tail = source < num_tails
+    state = tl.load(states + source // (KERNEL - 1), mask=is_place & in_tail, other=0)
+    tail = (state * (KERNEL - 1) + source % (KERNEL - 1)) * channels
+    other = (source - num_tails).to(tl.int64) * input_row
+    # Where a place's channels begin, in either tensor: they are of one type.
+    begin = tl.where(in_tail, tails + tail, inputs + other)
+    mask = is_place[:, :, None] & inside[None, None, :]
+    value = tl.load(begin[:, :, None] + channel[None, None, :], mask=mask, other=0.0)
+    is_factor = (position < KERNEL)[:, None] & inside[None, :]
+    factor = tl.load(weight + position[:, None] + (channel * KERNEL)[None, :], mask=is_factor, other=0.0)
+    return tl.sum(value.to(tl.float32) * factor.to(tl.float32)[:, None, :], axis=0)
 
 
 @triton.jit
 def _head(
-    inputs, tails, weight, windows, states, queries, keys, values, kept, row, head,
+    inputs, tails, weight, windows, states, queries, keys, values, kept, row, is_row, head,
     num_tails, channels, input_row, key_heads, key_dim, value_heads, value_dim, scale, eps,
-    KERNEL: tl.constexpr, WIDTH: tl.constexpr,
+    KERNEL: tl.constexpr, PLACES: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """One head of one row, of queries, keys or values."""
-    is_query, is_value = head < key_heads, head >= 2 * key_heads
-    is_key = (head >= key_heads) & (head < 2 * key_heads)
+    """One head of some rows, of queries, keys or values."""
+    is_value = head >= 2 * key_heads
     size = tl.where(is_value, value_dim, key_dim)
     value_first = 2 * key_heads * key_dim + (head - 2 * key_heads) * value_dim
     lane = tl.arange(0, WIDTH)
     inside = lane < size
-    channel = tl.where(is_value, value_first, head * key_dim) + lane
+    # Four channels a thread: a warp then spans a head of 128, and its threads share no work.
+    channel = tl.max_contiguous(tl.where(is_value, value_first, head * key_dim) + lane, 4)
     total = along_path(
-        inputs, tails, weight, windows, states, row, channel, inside, num_tails, channels, input_row, KERNEL
+        inputs, tails, weight, windows, states, row, is_row, channel, inside, num_tails, channels, input_row,
+        KERNEL, PLACES,
     )  # fmt: skip
-    own = tl.load(inputs + row * input_row + channel, mask=inside, other=0.0)
-    tl.store(kept + row * channels + channel, own, mask=inside)
+    mask = is_row[:, None] & inside[None, :]
+    own = tl.load(inputs + (row * input_row)[:, None] + channel[None, :], mask=mask, other=0.0)
+    tl.store(kept + (row * channels)[:, None] + channel[None, :], own, mask=mask)
     convolved = total.to(inputs.dtype.element_ty).to(tl.float32)
     active = (convolved * tl.sigmoid(convolved)).to(inputs.dtype.element_ty)
-    tl.store(
-        values + (row * value_heads + head - 2 * key_heads) * value_dim + lane, active, mask=inside & is_value
-    )
-    active = active.to(tl.float32)
-    unit = active * tl.rsqrt(tl.sum(active * active, axis=0) + eps)
-    tl.store(queries + (row * key_heads + head) * key_dim + lane, unit * scale, mask=inside & is_query)
-    tl.store(keys + (row * key_heads + head - key_heads) * key_dim + lane, unit, mask=inside & is_key)
+    if head >= 2 * key_heads:
+        at_value = ((row * value_heads + head - 2 * key_heads) * value_dim)[:, None] + lane[None, :]
+        tl.store(values + at_value, active, mask=mask)
+    else:
+        full = active.to(tl.float32)
+        unit = full * tl.rsqrt(tl.sum(full * full, axis=1) + eps)[:, None]
+        at_key = ((row * key_heads + head % key_heads) * key_dim)[:, None] + lane[None, :]
+        tl.store(queries + at_key, unit * scale, mask=mask & (head < key_heads))
+        tl.store(keys + at_key, unit, mask=mask & (head >= key_heads))
 
 
 @triton.jit
 def _decays(
-    steps, betas, rates, bias, sees, decays, shares, start, node, heads, step_row, beta_row,
+    steps, betas, rates, bias, sees, decays, shares, start, node, first_head, heads, step_row, beta_row,
     HEADS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """All heads of one row: decays summed over the rows that it sees, and its shares."""
-    lane, head = tl.arange(0, BLOCK), tl.arange(0, HEADS)
+    """Some heads of one row: decays summed over the rows that it sees, and its shares."""
+    lane, head = tl.arange(0, BLOCK), first_head + tl.arange(0, HEADS)
     is_head = head < heads
     rate = tl.exp(tl.load(rates + head, mask=is_head, other=0.0).to(tl.float32))
     shift = tl.load(bias + head, mask=is_head, other=0.0).to(tl.float32)
@@ -112,26 +124,30 @@ def _decays(
 def _open_kernel(
     inputs, tails, weight, windows, states, queries, keys, values, kept,
     steps, betas, rates, bias, sees, starts, counts, decays, shares,
-    sequences, widest, num_tails, channels, input_row, step_row, beta_row,
+    sequences, widest, count, num_tails, channels, input_row, step_row, beta_row,
     key_heads, key_dim, value_heads, value_dim, scale, eps,
-    KERNEL: tl.constexpr, WIDTH: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
+    KERNEL: tl.constexpr, PLACES: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+    HEADS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    task = tl.program_id(0)
+    task, slices = tl.program_id(0), tl.cdiv(value_heads, HEADS)
     # The sums take longest, so they come first.
-    if task < sequences * widest:
-        sequence, node = task // widest, task % widest
+    if task < sequences * widest * slices:
+        place, slice_ = task // slices, task % slices
+        sequence, node = place // widest, place % widest
         if node < tl.load(counts + sequence):
             _decays(
-                steps, betas, rates, bias, sees + task.to(tl.int64) * widest, decays, shares,
-                tl.load(starts + sequence), node, value_heads, step_row, beta_row, HEADS, BLOCK,
+                steps, betas, rates, bias, sees + place.to(tl.int64) * widest, decays, shares,
+                tl.load(starts + sequence), node, slice_ * HEADS, value_heads, step_row, beta_row,
+                HEADS, BLOCK,
             )  # fmt: skip
     else:
-        task -= sequences * widest
+        task -= sequences * widest * slices
         heads = 2 * key_heads + value_heads
+        row = (task // heads).to(tl.int64) * ROWS + tl.arange(0, ROWS)
         _head(
-            inputs, tails, weight, windows, states, queries, keys, values, kept,
-            (task // heads).to(tl.int64), task % heads, num_tails, channels, input_row,
-            key_heads, key_dim, value_heads, value_dim, scale, eps, KERNEL, WIDTH,
+            inputs, tails, weight, windows, states, queries, keys, values, kept, row, row < count,
+            task % heads, num_tails, channels, input_row,
+            key_heads, key_dim, value_heads, value_dim, scale, eps, KERNEL, PLACES, WIDTH,
         )  # fmt: skip
 
 
@@ -148,31 +164,6 @@ def _gate_kernel(outputs, gates, weight, gated, heads, value_dim, gate_row, eps,
     gate = tl.load(gates + at_gate, mask=inside, other=0.0).to(tl.float32)
     scaled = (factor * normed).to(kind).to(tl.float32)
     tl.store(gated + at, scaled * (gate * tl.sigmoid(gate)), mask=inside)
-
-
-@triton.jit
-def _tails_kernel(
-    tails, inputs, states, rows, lengths, sequences, num_states, num_rows, channels, longest,
-    SIZE: tl.constexpr, PLACES: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    place, slice_ = tl.program_id(0), tl.program_id(1)
-    layer, sequence = (place // sequences).to(tl.int64), place % sequences
-    length = tl.load(lengths + sequence)
-    position, channel = tl.arange(0, PLACES), slice_ * BLOCK + tl.arange(0, BLOCK)
-    source = length + position  # in (tail, path)
-    moves = (position < SIZE) & (length > 0)
-    in_tail = source < SIZE
-    is_channel = (channel < channels)[None, :]
-    own = tails + (layer * num_states + tl.load(states + sequence)) * SIZE * channels
-    from_tail = source[:, None] * channels + channel[None, :]
-    row = tl.load(rows + sequence * longest + source - SIZE, mask=moves & (source >= SIZE), other=0)
-    from_rows = (layer * num_rows + row)[:, None] * channels + channel[None, :]
-    old = tl.load(own + from_tail, mask=(moves & in_tail)[:, None] & is_channel, other=0.0)
-    new = tl.load(inputs + from_rows, mask=(moves & (source >= SIZE))[:, None] & is_channel, other=0.0)
-    # What one thread overwrites another has to read first.
-    tl.debug_barrier()
-    at = position[:, None] * channels + channel[None, :]
-    tl.store(own + at, tl.where(in_tail[:, None], old, new), mask=moves[:, None] & is_channel)
 
 
 @triton.jit
@@ -247,14 +238,19 @@ class LayerKernels:
             torch.empty((count, value_heads, value_dim), dtype=mixed.dtype, device=mixed.device),
             torch.empty((count, value_heads), dtype=betas.dtype, device=mixed.device),
         )
-        _open_kernel[(sequences * widest + count * (2 * key_heads + value_heads),)](
+        heads_together = min(_HEADS_AT_ONCE, triton.next_power_of_2(value_heads))
+        rows_together = _ROWS_TOGETHER if count >= _FEW_ROWS else 1
+        sums = sequences * widest * triton.cdiv(value_heads, heads_together)
+        tiles = triton.cdiv(count, rows_together) * (2 * key_heads + value_heads)
+        _open_kernel[(sums + tiles,)](
             mixed, tails, weights.convolution.contiguous(), windows, states, opened.queries, stash.keys,
             opened.values, stash.inputs, steps, betas, weights.rates, weights.bias, sees.view(torch.uint8),
-            starts, counts, stash.decays, opened.shares, sequences, widest, sequences * (kernel - 1),
+            starts, counts, stash.decays, opened.shares, sequences, widest, count, sequences * (kernel - 1),
             channels, mixed.stride(0), steps.stride(0), betas.stride(0), key_heads, key_dim, value_heads,
             value_dim, key_dim**-0.5, _NORM_EPS,
-            KERNEL=kernel, WIDTH=triton.next_power_of_2(max(key_dim, value_dim)),
-            HEADS=triton.next_power_of_2(value_heads), BLOCK=_ROWS_AT_ONCE, num_warps=1,
+            KERNEL=kernel, PLACES=triton.next_power_of_2(kernel),
+            WIDTH=triton.next_power_of_2(max(key_dim, value_dim)), ROWS=rows_together, HEADS=heads_together,
+            BLOCK=_FEW_ROWS if widest <= _FEW_ROWS else _MANY_ROWS, num_warps=1,
         )  # fmt: skip
         return opened
 
@@ -274,22 +270,6 @@ class LayerKernels:
             WIDTH=triton.next_power_of_2(value_dim), num_warps=1,
         )  # fmt: skip
         return gated
-
-    def move_tails(
-        self,
-        tails: torch.Tensor,  # [L, states, kernel - 1, channels], changed
-        inputs: torch.Tensor,  # [L, rows, channels]
-        states: torch.Tensor,  # [S] int64
-        rows: torch.Tensor,  # [S, J] int64
-        lengths: torch.Tensor,  # [S] int64; 0 leaves a tail as it is
-    ) -> None:
-        """Make the last inputs of (tail, path) the tails, in all layers."""
-        layers, num_states, size, channels = tails.shape
-        _tails_kernel[(layers * len(states), triton.cdiv(channels, _TAIL_CHANNELS))](
-            tails, inputs, states, rows.contiguous(), lengths, len(states), num_states, inputs.shape[1],
-            channels, rows.shape[1],
-            SIZE=size, PLACES=triton.next_power_of_2(size), BLOCK=_TAIL_CHANNELS,
-        )  # fmt: skip
 
 
 def _side_by_side(rows: torch.Tensor) -> torch.Tensor:
