@@ -51,6 +51,12 @@ class IncrementalDetokenizer:
         self._window: list[int] = []
         self._given = 0  # characters of the window's text already given out
 
+    def fork(self) -> IncrementalDetokenizer:
+        """Another one that stands where this one does."""
+        other = IncrementalDetokenizer(self._decoder)
+        other._window, other._given = [*self._window], self._given
+        return other
+
     def push(self, token_ids: Sequence[int]) -> str:
         """Take the next ids and give the text that is now certain, at a cost bounded per token.
 

@@ -145,8 +145,24 @@ class Sequence:
         return Delta(text, (), reason)
 
     def _take(self, tokens: Tokens[int]) -> tuple[list[int], str, FinishReason]:
-        if not self._stops.is_looking:
-            return self._take_at_once(tokens)
+        left = self.remaining_tokens
+        kept, end = list(tokens[:left]), None
+        if not self._stop_ids.isdisjoint(kept):
+            end = next(place for place, token in enumerate(kept) if token in self._stop_ids)
+            del kept[end + 1 :]
+        # All at once, unless a stop string may be in the text: decoding is most of a round's time here.
+        ahead = self._detokenizer.fork() if self._stops.is_looking else self._detokenizer
+        text = ahead.push(kept[:end])
+        if self._stops.may_find(text):
+            return self._take_one_by_one(kept)
+        self._detokenizer = ahead
+        if end is None and len(kept) < left:
+            return kept, text, ""
+        rest, is_stop = self._flush()
+        return kept, text + rest, "length" if end is None and not is_stop else "stop"
+
+    def _take_one_by_one(self, tokens: Tokens[int]) -> tuple[list[int], str, FinishReason]:
+        """Take tokens so that the one that completes a stop string is known."""
         kept: list[int] = []
         text = ""
         for token in tokens:
@@ -154,7 +170,6 @@ class Sequence:
             if token in self._stop_ids:
                 rest, _ = self._flush()
                 return kept, text + rest, "stop"
-            # One by one, so that the token that completes a stop string is known.
             piece = self._detokenizer.push([token])
             if len(self.output_ids) + len(kept) <= self.params.sampling.min_tokens:
                 scan = StopScan(piece, None)
@@ -167,19 +182,6 @@ class Sequence:
                 rest, is_stop = self._flush()
                 return kept, text + rest, "stop" if is_stop else "length"
         return kept, text, ""
-
-    def _take_at_once(self, tokens: Tokens[int]) -> tuple[list[int], str, FinishReason]:
-        """Take tokens among whose text nothing is looked for: most of a round's time here is decoding."""
-        left = self.remaining_tokens
-        kept = list(tokens[:left])
-        if self._stop_ids.isdisjoint(kept):
-            text = self._detokenizer.push(kept)
-            if len(kept) < left:
-                return kept, text, ""
-            return kept, text + self._flush()[0], "length"
-        end = next(place for place, token in enumerate(kept) if token in self._stop_ids)
-        text = self._detokenizer.push(kept[:end])
-        return kept[: end + 1], text + self._flush()[0], "stop"
 
     def _flush(self) -> tuple[str, bool]:
         """Give the held-back text, and whether a stop string was still in it."""

@@ -42,10 +42,15 @@ class StopFinder:
         """Whether there are stop strings at all."""
         return bool(self._root.children)
 
+    def may_find(self, text: str) -> bool:
+        """Whether a stop string has begun, or begins in the piece that comes next; quickly seen."""
+        if self._node is not self._root:
+            return True
+        return self.is_looking and not self._root.children.keys().isdisjoint(text)
+
     def push(self, text: str) -> StopScan:
         """Take the next piece; what cannot belong to a stop string is given back."""
-        # Nothing has begun, and nothing begins here: true of most text, and quickly seen.
-        if self._node is self._root and self._root.children.keys().isdisjoint(text):
+        if not self.may_find(text):
             return StopScan(text, None)
         pending = self._held + text
         for index, character in enumerate(text, start=len(self._held) + 1):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Tokens
 from itertools import count
 from typing import Any
 
@@ -12,11 +13,12 @@ from hypothesis import strategies as st
 from ddtree.log_probs import TokenLogProbs
 from ddtree.params import GenerationParams
 from ddtree.sampling_spec import SamplingSpec
-from ddtree.sequence import Delta, Sequence, SequenceState
+from ddtree.sequence import Delta, FinishReason, Sequence, SequenceState
 from ddtree.text import TextCodec
 from tests.fakes import tokenizers
 
 EOS = 1
+NEVER = "\U0010ffff"  # no draw of ids is likely to spell it
 
 
 @pytest.fixture(scope="module")
@@ -24,9 +26,16 @@ def codec() -> TextCodec:
     return TextCodec(tokenizers.byte_level(), stop_ids=frozenset({EOS}))
 
 
-def start(codec: TextCodec, **params: Any) -> Sequence:
+class OneByOne(Sequence):
+    """Looks at every token by itself."""
+
+    def _take(self, tokens: Tokens[int]) -> tuple[list[int], str, FinishReason]:
+        return self._take_one_by_one(tokens)
+
+
+def start(codec: TextCodec, kind: type[Sequence] = Sequence, **params: Any) -> Sequence:
     settings = {"prompt_ids": (7, 8), "max_tokens": 100, "stop_ids": frozenset({EOS}), **params}
-    return Sequence(GenerationParams(**settings), session_id=3, decoder=codec, clock=count(5).__next__)
+    return kind(GenerationParams(**settings), session_id=3, decoder=codec, clock=count(5).__next__)
 
 
 def letters(codec: TextCodec, text: str) -> list[int]:
@@ -51,14 +60,16 @@ def test_a_round_gives_its_text_and_goes_on(codec: TextCodec) -> None:
 def test_a_round_at_once_gives_what_its_tokens_give_one_by_one(
     codec: TextCodec, data: st.DataObject, max_tokens: int, end: int
 ) -> None:
-    """A stop string makes a sequence look at every token; this one never comes."""
-    common = {"max_tokens": max_tokens, "stop_ids": frozenset({EOS, end})}
-    at_once, one_by_one = start(codec, **common), start(codec, stop_strings=("\U0010ffff",), **common)
+    """A stop string that never comes changes nothing; nor does a look at every token."""
+    common: dict[str, Any] = {"max_tokens": max_tokens, "stop_ids": frozenset({EOS, end})}
+    at_once = start(codec, **common)
+    others = [start(codec, kind=kind, stop_strings=(NEVER,), **common) for kind in (Sequence, OneByOne)]
     for tokens in data.draw(st.lists(st.lists(st.integers(2, 331), min_size=1, max_size=9), max_size=6)):
         if not at_once.is_finished:
-            assert at_once.append(tokens, 8) == one_by_one.append(tokens, 8)
-    assert at_once.is_finished == one_by_one.is_finished
-    assert at_once.stats == one_by_one.stats
+            delta = at_once.append(tokens, 8)
+            assert [other.append(tokens, 8) for other in others] == [delta, delta]
+    assert [other.is_finished for other in others] == [at_once.is_finished] * 2
+    assert [other.stats for other in others] == [at_once.stats] * 2
 
 
 def test_a_stop_id_is_kept_in_the_ids_and_not_in_the_text(codec: TextCodec) -> None:
@@ -120,6 +131,13 @@ def test_a_stop_string_over_two_rounds_never_leaks(codec: TextCodec) -> None:
     sequence = start(codec, stop_strings=("XY",))
     assert sequence.append(ids[:3]) == Delta("ab", tuple(ids[:3]))
     assert sequence.append(ids[3:], draft_tokens=7) == Delta("", (ids[3],), "stop")
+
+
+def test_a_character_cut_by_a_round_outlives_a_closer_look(codec: TextCodec) -> None:
+    """The `X` may begin a stop string, so the second round's tokens are taken one by one after all."""
+    sequence, rocket = start(codec, stop_strings=("XY",)), codec.encode("\N{ROCKET}")
+    assert sequence.append(rocket[:1]).text == ""
+    assert sequence.append([*rocket[1:], *letters(codec, "Xa")]).text == "\N{ROCKET}Xa"
 
 
 def test_held_back_text_comes_with_the_last_delta(codec: TextCodec) -> None:
