@@ -15,7 +15,6 @@ from functools import partial
 import torch
 from rich.console import Console
 from rich.table import Table
-from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.gpu.placement import Placement
@@ -61,9 +60,8 @@ def shares_of(work: Callable[[], object], device: torch.device) -> dict[str, Sha
         if device.type == "cuda":
             torch.cuda.synchronize(device)
     shares: dict[str, Share] = defaultdict(Share)
-    wanted = DeviceType.CUDA if device.type == "cuda" else DeviceType.CPU
     for event in seen.events():
-        if event.device_type == wanted:
+        if event.device_type.name == device.type.upper():
             share = shares[event.name]
             share.launches += 1 / _REPLAYS
             share.ms += event.time_range.elapsed_us() / 1e3 / _REPLAYS
@@ -108,7 +106,9 @@ def main() -> None:
     for context in chosen.contexts:
         place = Placement(context, most_nodes=max(*chosen.rows, 65) - 1, batch=chosen.batch)
         bench: RoundBench = way.open(pair, place)
-        works = {f"verify {rows}": partial(bench.verify, rows - 1) for rows in chosen.rows}
+        works: dict[str, Callable[[], object]] = {
+            f"verify {rows}": partial(bench.verify, rows - 1) for rows in chosen.rows
+        }
         if not chosen.no_round:
             works["round 65"] = partial(bench.round, 64)
         for name, work in works.items():
