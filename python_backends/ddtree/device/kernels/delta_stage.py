@@ -25,9 +25,22 @@ _LEAST_DOT = 16  # smallest side of Triton's matrix product
 
 
 @triton.jit
+def _coarse(factor):
+    """Factors rounded to the ten bits that tensor cores take; what is left is one subtraction away."""
+    return ((factor.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _product(left, right, total):
-    """Add a product in full float32: tensor cores take three; their default rounds factors to ten bits."""
-    return tl.dot(left, right, total, input_precision="tf32x3")
+    """Add a product in full float32, as three of tensor cores.
+
+    Triton's own `tf32x3` does so too, and takes three times the instructions to take factors apart: it looks
+    at every one for what is no number. These kernels are all such instructions.
+    """
+    coarse_left, coarse_right = _coarse(left), _coarse(right)
+    total = tl.dot(left - coarse_left, coarse_right, total, input_precision="tf32")
+    total = tl.dot(coarse_left, right - coarse_right, total, input_precision="tf32")
+    return tl.dot(coarse_left, coarse_right, total, input_precision="tf32")
 
 
 @triton.jit
@@ -58,7 +71,7 @@ def _clear(outputs, start, node, count, room, column, heads, head, value_dim):
 
 @triton.jit
 def _pair(
-    queries, keys, betas, decays, sees, system, answers, start, count, first, other_first,
+    queries, keys, betas, decays, sees, tile, start, count, first, other_first,
     heads, head, key_row, key_dim, widest,
     KEY: tl.constexpr, BLOCK: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
@@ -81,13 +94,14 @@ def _pair(
     is_seen = tl.load(sees + node[:, None] * widest + other[None, :], mask=both, other=0)
     pair = tl.exp(tl.where(is_seen != 0, decay[:, None] - other_decay[None, :], float("-inf")))
     taken = beta[:, None] * pair * alike
-    if first == other_first:
-        taken = _solved(taken, tl.where(lane[:, None] == lane[None, :], 1.0, 0.0), BLOCK)
-    else:
-        taken = -taken
     at = lane[:, None] * BLOCK + lane[None, :]
-    tl.store(system + at, taken)
-    tl.store(answers + at, pair * asked)
+    if first == other_first:
+        # Side by side: `stage` reads both at once.
+        tl.store(tile + 2 * at, _solved(taken, tl.where(lane[:, None] == lane[None, :], 1.0, 0.0), BLOCK))
+        tl.store(tile + 2 * at + 1, pair * asked)
+    else:
+        tl.store(tile + at, -taken)
+        tl.store(tile + BLOCK * BLOCK + at, pair * asked)
 
 
 @triton.jit
@@ -134,9 +148,8 @@ def _prepare_kernel(
             tile = ((sequence * heads + head).to(tl.int64) * blocks * blocks + task) * 2 * BLOCK * BLOCK
             _pair(
                 queries, keys, betas, decays, sees + sequence * widest * widest,
-                pairs + tile, pairs + tile + BLOCK * BLOCK,
-                start, count, block * BLOCK, other * BLOCK, heads, head, key_row, key_dim, widest,
-                KEY, BLOCK, PART,
+                pairs + tile, start, count, block * BLOCK, other * BLOCK, heads, head, key_row, key_dim,
+                widest, KEY, BLOCK, PART,
             )  # fmt: skip
     else:
         block, slice_ = (task - blocks * blocks) // slices, (task - blocks * blocks) % slices
@@ -159,24 +172,26 @@ def _stage_kernel(
     lane, column = tl.arange(0, BLOCK), slice_ * VALUE + tl.arange(0, VALUE)
     is_column = column < value_dim
     at_tile = lane[:, None] * BLOCK + lane[None, :]
-    tiles = pairs + (sequence * heads + head).to(tl.int64) * blocks * blocks * 2 * BLOCK * BLOCK + at_tile
+    at_own = 2 * at_tile[:, :, None] + tl.arange(0, 2)[None, None, :]
+    tiles = pairs + (sequence * heads + head).to(tl.int64) * blocks * blocks * 2 * BLOCK * BLOCK
     for first in range(0, count, BLOCK):
         row = start + first + lane
         at_value = ((row * heads + head) * value_dim)[:, None] + column[None, :]
         mask = (first + lane < count)[:, None] & is_column[None, :]
-        update = tl.load(updates + at_value, mask=mask, other=0.0)
-        output = tl.load(outputs + at_value, mask=mask, other=0.0)
+        alone = tl.load(updates + at_value, mask=mask, other=0.0)
+        asked = tl.load(outputs + at_value, mask=mask, other=0.0)
         line = tiles + first // BLOCK * blocks * 2 * BLOCK * BLOCK
-        own = line + first // BLOCK * 2 * BLOCK * BLOCK
-        inverse, answers = tl.load(own), tl.load(own + BLOCK * BLOCK)
+        inverse, answers = tl.split(tl.load(line + first // BLOCK * 2 * BLOCK * BLOCK + at_own))
+        update = tl.zeros((BLOCK, VALUE), tl.float32)
+        output = tl.zeros((BLOCK, VALUE), tl.float32)
         for before in range(0, first, BLOCK):
-            tile = line + before // BLOCK * 2 * BLOCK * BLOCK
+            tile = line + before // BLOCK * 2 * BLOCK * BLOCK + at_tile
             at_other = (((start + before + lane) * heads + head) * value_dim)[:, None] + column[None, :]
             other_update = tl.load(updates + at_other, mask=is_column[None, :], other=0.0)
             update = _product(tl.load(tile), other_update, update)
             output = _product(tl.load(tile + BLOCK * BLOCK), other_update, output)
-        update = _product(inverse, update, tl.zeros((BLOCK, VALUE), tl.float32))
-        output = _product(answers, update, output)
+        update = _product(inverse, alone + update, tl.zeros((BLOCK, VALUE), tl.float32))
+        output = asked + _product(answers, update, output)
         tl.store(updates + at_value, update, mask=mask)
         tl.store(outputs + at_value, output, mask=mask)
         tl.debug_barrier()  # the next block reads these updates, through other threads
@@ -217,8 +232,8 @@ class StageKernels:
 
     block: int = 16  # rows whose system is solved at a time
     value_slice: int = 32  # value columns of a program
-    key_part: int = 32  # key columns that a product takes at a time
-    prepare_warps: int = 4
+    key_part: int = 16  # key columns that a product takes at a time
+    prepare_warps: int = 1  # more would each take the same rows apart
     stage_warps: int = 4
 
     def stage(
