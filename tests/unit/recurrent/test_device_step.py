@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from ddtree.device.rows import DeviceRows
 from ddtree.recurrent.kernels import TreeKernels
-from ddtree.recurrent.layer import LayerInputs, LayerWeights, run_plainly
+from ddtree.recurrent.layer import LayerInputs, LayerWeights, rows_of, run_plainly
 from ddtree.recurrent.state_pool import PoolSize, StatePool, StateShape
 from ddtree.recurrent.step import RecurrentStep, Span
 from ddtree.recurrent.windows import next_tails, windows_of
@@ -225,6 +225,28 @@ def test_decays_of_any_step_are_exact() -> None:
     exact = functional.softplus(values.double(), threshold=100.0)
     torch.testing.assert_close(-decays.cpu().double(), exact, rtol=1e-5, atol=0.0)
     torch.testing.assert_close(shares.cpu(), values.sigmoid(), rtol=1e-5, atol=1e-12)
+
+
+def test_rows_are_opened_however_many_rows_and_heads_there_are() -> None:
+    """More of both than a program takes, and neither a multiple of that."""
+    shape = StateShape(
+        (0,), key_heads=2, value_heads=6, key_dim=4, value_dim=8, kernel=3, dtype=torch.float32
+    )
+    trees = [random_parents(random.Random(3), 69, reach=4), [], [0, 1]]
+    steps = [packed_step(make_pool(shape, chosen, 3, 74), trees, [2, 0, 1]) for chosen in (KERNELS, None)]
+    step, stash = steps[0], steps[0].pool.stash.layer(0)
+    assert step.sees is not None
+    inputs, weights = layer_of(shape, 0, 74)
+    own = (step.pool.tails[0], step.windows, step.states, step.sees, step.starts, step.counts, stash)
+    opened = KERNELS.open_rows(inputs, weights, *own)
+    active = functional.silu(steps[1].convolve(0, inputs.mixed, weights.convolution))
+    rows = rows_of(active, inputs, weights.rates, weights.bias, shape)
+    sees = torch.block_diag(*(sees_of(tree).float() for tree in trees)).to(DEVICE)
+    for found, expected in (
+        (opened.queries, rows.queries), (stash.keys, rows.keys), (opened.values, rows.values),
+        (opened.shares, rows.betas), (stash.decays, sees @ rows.log_decays), (stash.inputs, inputs.mixed),
+    ):  # fmt: skip
+        assert far(found, expected) <= 1e-5
 
 
 @pytest.mark.parametrize("kernel", [2, 3, 4])

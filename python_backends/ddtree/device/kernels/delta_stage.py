@@ -181,7 +181,7 @@ def _stage_kernel(
         alone = tl.load(updates + at_value, mask=mask, other=0.0)
         asked = tl.load(outputs + at_value, mask=mask, other=0.0)
         line = tiles + first // BLOCK * blocks * 2 * BLOCK * BLOCK
-        inverse, answers = tl.split(tl.load(line + first // BLOCK * 2 * BLOCK * BLOCK + at_own))
+        own = tl.load(line + first // BLOCK * 2 * BLOCK * BLOCK + at_own)
         update = tl.zeros((BLOCK, VALUE), tl.float32)
         output = tl.zeros((BLOCK, VALUE), tl.float32)
         for before in range(0, first, BLOCK):
@@ -190,6 +190,7 @@ def _stage_kernel(
             other_update = tl.load(updates + at_other, mask=is_column[None, :], other=0.0)
             update = _product(tl.load(tile), other_update, update)
             output = _product(tl.load(tile + BLOCK * BLOCK), other_update, output)
+        inverse, answers = tl.split(own)
         update = _product(inverse, alone + update, tl.zeros((BLOCK, VALUE), tl.float32))
         output = asked + _product(answers, update, output)
         tl.store(updates + at_value, update, mask=mask)

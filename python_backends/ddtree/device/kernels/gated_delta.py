@@ -250,7 +250,7 @@ class LayerKernels:
             value_dim, key_dim**-0.5, _NORM_EPS,
             KERNEL=kernel, PLACES=triton.next_power_of_2(kernel),
             WIDTH=triton.next_power_of_2(max(key_dim, value_dim)), ROWS=rows_together, HEADS=heads_together,
-            BLOCK=_FEW_ROWS if widest <= _FEW_ROWS else _MANY_ROWS, num_warps=1,
+            BLOCK=min(max(triton.next_power_of_2(widest), _FEW_ROWS), _MANY_ROWS), num_warps=1,
         )  # fmt: skip
         return opened
 
