@@ -251,7 +251,7 @@ def test_a_kind_that_does_not_come_out_alike_is_left_alone(
 def test_layers_that_are_not_quite_their_class_are_left_alone(tmp_path: Path) -> None:
     target = load(tmp_path, "qwen3.5")
     stack: Any = target.model.model.layers
-    packed.pack(stack[1].mlp)
+    packed.pack(stack[1].mlp.cpu())
     stack[0].linear_attn.forward = lambda hidden_states, **_: hidden_states
     stack[2].linear_attn.in_proj_z.register_forward_hook(lambda *_: None)
     stack[3].self_attn.q_norm = nn.Identity()
