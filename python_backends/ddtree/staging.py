@@ -7,7 +7,7 @@ target; neither acceptance nor how tokens are chosen.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Protocol
 
@@ -22,6 +22,8 @@ from ddtree.recurrent.step import RecurrentStep
 from ddtree.sessions import Session
 from ddtree.tree_mask import ancestor_bits, expand
 from ddtree.types import TreeBatch
+
+_STEP_ROWS = 64  # rows that another step costs as much as
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,10 @@ class Steps(Protocol):
 
     def stage(self, sessions: Sequence[Session], trees: TreeBatch, roots: Sequence[int]) -> Staged | None:
         """Run the target over trees that are on the host; None when no size holds them."""
+        ...
+
+    def rows(self, sequences: int, nodes: int) -> int | None:
+        """Rows of the smallest prepared size that holds a batch; None when there is none."""
         ...
 
     def cost(self, repeats: int) -> CostCurve:
@@ -89,6 +95,29 @@ def read(target: Target, pool: KvPool, sessions: Sequence[Session], chunks: Sequ
     return Read(target.forward(ids, plan, last), plan.slots)
 
 
+def grouped(rows: Callable[[int, int], int | None], lengths: Sequence[int]) -> list[list[int]]:
+    """Which chunks are read together by a prepared step, by their places; those that none holds come last.
+
+    `rows` is `Steps.rows`. A step has as many for each chunk as for its longest, so only chunks of about one
+    length share one.
+    """
+    groups, rest = list[list[int]](), list[int]()
+    for place in sorted(range(len(lengths)), key=lengths.__getitem__):
+        nodes = lengths[place] - 1
+        alone = rows(1, nodes)
+        if alone is None:
+            rest.append(place)
+            continue
+        if groups:
+            apart = (rows(len(groups[-1]), lengths[groups[-1][-1]] - 1) or 0) + alone + _STEP_ROWS
+            together = rows(len(groups[-1]) + 1, nodes)
+            if together is not None and together <= apart:
+                groups[-1].append(place)
+                continue
+        groups.append([place])
+    return [*groups, rest] if rest else groups
+
+
 def read_prepared(steps: Steps, sessions: Sequence[Session], chunks: Sequence[Sequence[int]]) -> Read | None:
     """The same as chains of a prepared step, without recurrent states; None: no size holds them."""
     staged = steps.stage(sessions, *_chains(chunks))
@@ -98,6 +127,7 @@ def read_prepared(steps: Steps, sessions: Sequence[Session], chunks: Sequence[Se
         start + row for start, chunk in zip(staged.starts, chunks, strict=True) for row in range(len(chunk))
     ]
     last = [start + len(chunk) - 1 for start, chunk in zip(staged.starts, chunks, strict=True)]
+    # From memory that is not pinned, so this waits for the step: its buffers may be filled anew afterwards.
     both = torch.tensor(kept + last, device=staged.slots.device)
     rows, last_rows = both[: len(kept)], both[len(kept) :]
     return Read(replace(staged.step, logits=staged.step.logits[last_rows]), staged.slots[rows], rows)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -101,7 +101,7 @@ class TargetVerifier:
         )
 
     def use(self, steps: Steps, repeats: int = 5) -> None:
-        """Verify through prepared steps from now on, where they fit, and report what those cost."""
+        """Verify, and read prompts, through prepared steps where they fit, and report what those cost."""
         self._steps = steps
         self._cost = steps.cost(repeats)
 
@@ -140,18 +140,21 @@ class TargetVerifier:
         live = found.live
         if not live:
             return verify_batch.nothing_prefilled(found, features)
-        starts = verify_batch.starts_of(counts)
-        rows = torch.cat([torch.arange(starts[i], starts[i] + counts[i]) for i in live]).to(self._device)
+        starts, logits = verify_batch.starts_of(counts), dict[int, torch.Tensor]()
         try:
-            read = self._read(list(live.values()), [chunks[i] for i in live])
+            for group in self._groups({i: counts[i] for i in live}):
+                read = self._read([live[i] for i in group], [chunks[i] for i in group])
+                rows = torch.cat([torch.arange(starts[i], starts[i] + counts[i]) for i in group])
+                features[rows.to(self._device)] = self._project(read.step, read.slots, read.rows)
+                logits.update(zip(group, read.step.logits, strict=True))
         except Exception:
             # A recurrent state may have moved in some layers already: nobody must go on from there.
             self.sessions.release([session.session_id for session in live.values()])
             raise
-        features[rows] = self._project(read.step, read.slots, read.rows)
         commits = [self.sessions.commit(session, chunks[i]) for i, session in live.items()]
-        first = first_tokens(read.step.logits, [session.sampler for session in live.values()])
-        return verify_batch.prefilled(found, first.after(commits), features)
+        samplers = [session.sampler for session in live.values()]
+        first = first_tokens(torch.stack([logits[i] for i in live]), samplers).after(commits)
+        return verify_batch.prefilled(found, first, features)
 
     @torch.inference_mode()
     def verify(self, request: VerifyRequest) -> VerifyResult:
@@ -245,6 +248,15 @@ class TargetVerifier:
 
     def _find(self, sessions: SessionBatch) -> list[Session | None]:
         return [self.sessions.find(*row) for row in verify_batch.session_rows(sessions)]
+
+    def _groups(self, counts: Mapping[int, int]) -> list[list[int]]:
+        """Which places of a batch read their chunks together."""
+        places = list(counts)
+        if self._steps is None or self.pool.states is not None:
+            return [places]
+        return [
+            [places[at] for at in group] for group in staging.grouped(self._steps.rows, list(counts.values()))
+        ]
 
     def _read(self, sessions: Sequence[Session], chunks: Sequence[Sequence[int]]) -> staging.Read:
         """Run the target over chunks of prompts, as a captured step where one of their size is prepared."""

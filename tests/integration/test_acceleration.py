@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from ddtree import assembly
+from ddtree import assembly, staging
 from ddtree.config import ServingConfig
-from ddtree.device import accelerate, attend, round_parts
+from ddtree.device import accelerate, attend, load_check, round_parts
 from ddtree.device.load_check import _prompt
 from ddtree.device.loading import Acceleration
 from ddtree.device.matmul_choice import SmallLinear
@@ -108,6 +108,10 @@ class Watched:
     def __init__(self, steps: object, served: list[int]) -> None:
         self._steps, self._served = steps, served
 
+    def rows(self, sequences: int, nodes: int) -> int | None:
+        found: int | None = self._steps.rows(sequences, nodes)  # type: ignore[attr-defined]
+        return found
+
     def stage(self, sessions: object, trees: TreeBatch, roots: object) -> object:
         staged = self._steps.stage(sessions, trees, roots)  # type: ignore[attr-defined]
         if staged is not None:
@@ -176,8 +180,34 @@ def test_steps_that_are_off_are_not_used(
         patch.setattr(attend, "attend_to_tree", blind_there)
         assert accelerated(config, target_of(stages)).finish(stages.verifier, stages.drafter) is None  # type: ignore[arg-type]
     assert stages.verifier._steps is None
-    assert f"captured step of {nodes} nodes is off by" in caplog.text
+    assert f"logits of a captured step of {nodes} nodes are off by" in caplog.text
     assert stages.verifier.usage().sessions == stages.verifier.usage().pages_used == 0
+
+
+@pytest.mark.parametrize(("what", "broken"), [("logits", "store"), ("features", "projection")])
+def test_prompts_that_are_read_wrong_are_noticed(
+    config: ServingConfig,
+    stages: InProcessStages,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    what: str,
+    broken: str,
+) -> None:
+    """Keys that are stored nowhere, and taps of other rows: steps over trees show neither."""
+    if broken == "store":
+        monkeypatch.setattr(attend, "store", lambda *_: None)
+    else:
+        monkeypatch.setattr(load_check, "read_prepared", tapped_elsewhere)
+    assert accelerated(config, target_of(stages)).finish(stages.verifier, None) is None
+    assert stages.verifier._steps is None
+    assert f"{what} of a prompt that a captured step reads are off by" in caplog.text
+
+
+def tapped_elsewhere(*arguments: Any) -> staging.Read:
+    read = staging.read_prepared(*arguments)
+    assert read is not None
+    assert read.rows is not None
+    return replace(read, rows=read.rows.roll(1))
 
 
 def blind(*args: Any, **options: Any) -> torch.Tensor:
@@ -198,7 +228,7 @@ def test_rounds_that_leave_rows_where_they_are_are_not_used(
         patch.setattr(round_parts, "commit_rows", lambda *_: None)
         assert fast.finish(stages.verifier, stages.drafter) is None
     assert stages.verifier._steps is not None
-    assert "the step after some rounds is off by" in caplog.text
+    assert "logits of the step after some rounds are off by" in caplog.text
     assert stages.drafter.usage().sessions == stages.verifier.usage().sessions == 0
 
 

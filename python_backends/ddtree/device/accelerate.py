@@ -19,8 +19,11 @@ from ddtree.models.target import TargetModel
 
 def chooser_for(device: torch.device) -> MatmulChooser:
     """Chooses products for a device, and remembers across starts in the user's cache folder."""
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return MatmulChooser(device, Path(cache) / "ddtree")
+    try:
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ddtree"
+    except RuntimeError:  # a user without a home
+        return MatmulChooser(device, None)
+    return MatmulChooser(device, cache)
 
 
 def accelerate_target(target: TargetModel, chooser: MatmulChooser) -> int:

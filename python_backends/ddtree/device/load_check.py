@@ -2,8 +2,9 @@
 
 Kernels are compiled where they run, so what can go wrong shows at load: no compiler, a card or a driver they
 do not fit. Then stages go on without them, more slowly and as right. One session reads a made-up prompt; the
-step over a small tree must say what the packed forward says, and after some rounds the next step must say
-what it says behind the same tokens read at once. This module knows what right is, not how steps work.
+step over a small tree must say what the packed forward says, a prompt that a step has read must be the prompt
+that the packed forward reads, and after some rounds the next step must say what it says behind the same
+tokens read at once. This module knows what right is, not how steps work.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from ddtree.device.messages import RoundRequest
 from ddtree.device.rounds import DeviceRounds
 from ddtree.device.steps import TargetSteps
 from ddtree.draft import Drafter
-from ddtree.staging import stage
+from ddtree.staging import read_prepared, stage
 from ddtree.types import DraftRequest, PrefillRequest, PrefillResult, SessionBatch, TreeBatch
 from ddtree.verify import TargetVerifier
 
@@ -44,8 +45,10 @@ def check_steps(verifier: TargetVerifier, steps: TargetSteps) -> None:
         for count in counts:
             what = f"a captured step of {count} nodes"
             _compare(verifier, steps, _tree(verifier, count), int(read.next_tokens[0]), what)
+        if verifier.pool.states is None:
+            _check_reading(verifier, steps, ids, read)
     finally:
-        verifier.release([_SESSION])
+        verifier.release([_SESSION, _AT_ONCE])
 
 
 @torch.inference_mode()
@@ -81,6 +84,25 @@ def check_rounds(
         drafter.release([_SESSION])
 
 
+def _check_reading(
+    verifier: TargetVerifier, steps: TargetSteps, ids: torch.Tensor, read: PrefillResult
+) -> None:
+    """Hold features and cache of a prompt that a captured step reads to those that the packed forward gave."""
+    most = max((size.nodes + 1 for size in steps.sizes if size.places == 1), default=0)
+    first = max(1, len(ids) - most)
+    _open(verifier, _AT_ONCE, ids[:first])
+    session = next(one for one in verifier.sessions if one.session_id == _AT_ONCE)
+    chunk = ids[first:].tolist()
+    captured = read_prepared(steps, [session], [chunk])
+    if captured is None:
+        return
+    taps = torch.cat([tap[captured.rows] for tap in captured.step.taps], dim=-1)
+    what = "a prompt that a captured step reads"
+    _hold(verifier.projection(taps), read.features[first:], f"features of {what}")
+    verifier.sessions.commit(session, chunk)
+    _compare(verifier, steps, TreeBatch.empty(1), int(read.next_tokens[0]), what, reference=_AT_ONCE)
+
+
 def _request(drafter: Drafter, root: int, length: int, nodes: int) -> RoundRequest:
     def one(value: int) -> torch.Tensor:
         return torch.tensor([value], dtype=torch.int32)
@@ -104,12 +126,15 @@ def _compare(
     if captured is None:
         return
     rows = int(trees.counts[0]) + 1
-    found = captured.step.logits[:rows].float().clone()
+    found = captured.step.logits[:rows].clone()
     packed = stage(verifier.target, verifier.pool, [sessions[reference]], trees, [root])
-    expected = packed.step.logits.float()
-    off = float((found - expected).norm() / expected.norm())
-    if not off <= _ROUNDING[verifier.target.dtype]:  # a NaN is no small difference
-        raise Misfit(f"{what} is off by {off:.2g} of the logits")
+    _hold(found, packed.step.logits, f"logits of {what}")
+
+
+def _hold(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+    off = float((found.float() - expected.float()).norm() / expected.float().norm())
+    if not off <= _ROUNDING[expected.dtype]:  # a NaN is no small difference
+        raise Misfit(f"{what} are off by {off:.2g}")
 
 
 def _open(verifier: TargetVerifier, session: int, ids: torch.Tensor) -> PrefillResult:

@@ -54,7 +54,9 @@ def prepare_steps(
 ) -> TargetSteps:
     """Capture the target's steps, and let the verifier use them."""
     cache = wanted.reach(verifier.pool, 0)
-    return _steps(verifier, target, wanted, (cache, cache), maker)
+    steps = _steps(verifier, target, wanted, (cache, cache), maker)
+    verifier.use(steps, wanted.repeats)
+    return steps
 
 
 def prepare_rounds(
@@ -65,8 +67,13 @@ def prepare_rounds(
     caches = (wanted.reach(verifier.pool, block), wanted.reach(drafter.pool, block))
     steps = _steps(verifier, target, wanted, caches, maker)
     rounds = DeviceRounds(verifier, drafter, steps, maker)
-    rounds.prepare(wanted.on_progress, wanted.repeats)
-    check_rounds(verifier, drafter, steps, rounds)
+    try:
+        rounds.prepare(wanted.on_progress, wanted.repeats)
+        check_rounds(verifier, drafter, steps, rounds)
+    finally:
+        # Not before: what rounds leave in the cache is held to what the packed forward leaves there. But where
+        # they are off, too: steps were checked by themselves.
+        verifier.use(steps, wanted.repeats)
     return rounds
 
 
@@ -80,7 +87,6 @@ def _steps(
     steps = TargetSteps(target, verifier.pool, wanted.sizes, caches, maker)
     steps.prepare(wanted.on_progress)
     check_steps(verifier, steps)
-    verifier.use(steps, wanted.repeats)
     return steps
 
 

@@ -214,7 +214,7 @@ class MatmulChooser:
                 trial = trial or _Trial(kind, self._copies(self._weights[kind]))
                 try:
                     self._choices[kind][bucket.most] = self._measure(trial, bucket, timer, multiply)
-                except RuntimeError as error:  # out of memory, for one
+                except Exception as error:  # noqa: BLE001 - no memory, or a compiler that refuses
                     _LOG.warning("%s, %d rows: stays with the library: %s", kind.name, bucket.timed, error)
                 done += 1
                 if on_progress is not None:

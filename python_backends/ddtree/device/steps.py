@@ -6,8 +6,9 @@ row. This module knows the target and its pool; not sessions, acceptance or the 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import torch
 
@@ -23,6 +24,8 @@ from ddtree.sessions import Session
 from ddtree.staging import Staged
 from ddtree.types import TreeBatch
 from ddtree.verify_cost import COST_PREFIX
+
+_LOG = logging.getLogger(__name__)
 
 # Draft nodes of a sequence that steps are prepared for. With the root most fill a matrix product's tiles; 64
 # is what benchmarks ask for, and 256 what a request may, unless set otherwise.
@@ -82,14 +85,26 @@ class TargetSteps:
     def prepare(self, on_progress: Callable[[StepSize], None] | None = None) -> None:
         """Capture every size, the largest first: the others then fit into its memory."""
         for size in sorted(self.sizes, key=lambda size: -size.rows):
-            self._steps[size] = self._maker.capture(self._work(self.buffers[size]))
+            try:
+                self._steps[size] = self._maker.capture(self._work(self.buffers[size]))
+            except Exception as error:  # noqa: BLE001 - a kernel that does not fit the card, for one
+                reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+                _LOG.warning("%d sequences of %d nodes take the general way: %s", *astuple(size), reason)
             if on_progress is not None:
                 on_progress(size)
+        self.sizes = tuple(size for size in self.sizes if size in self._steps)
+        if not self.sizes:
+            raise RuntimeError("no step can be captured here")
 
     def size_for(self, sequences: int, nodes: int) -> StepSize | None:
         """The smallest prepared size that holds a batch; None when there is none."""
         fitting = (size for size in self.sizes if size.places >= sequences and size.nodes >= nodes)
         return min(fitting, key=lambda size: (size.rows, size.places), default=None)
+
+    def rows(self, sequences: int, nodes: int) -> int | None:
+        """Rows of the smallest prepared size that holds a batch; None when there is none."""
+        size = self.size_for(sequences, nodes)
+        return None if size is None else size.rows
 
     def run(self, size: StepSize) -> StepOutput:
         """Enqueue the step over what its buffers hold on the device."""

@@ -73,7 +73,7 @@ def tiling_for(shape: AttentionShape, wish: Tiling | None = None) -> Tiling:
     rows = wish.rows or (_LEAST_DOT if exact else _query_rows(shape.folded))
     width = padded(shape.head_dim)
     narrow = rows < _WIDE_DOT and not exact  # waits for memory, not for products: small blocks, few warps
-    keys = wish.keys or (16 if exact else 32 if narrow else 64)
+    keys = wish.keys or (16 if exact else 32 if narrow or width > 128 else 64)
     warps = wish.warps or (8 if rows * width >= 128 * 128 else 2 if narrow and width <= 128 else 4)
     # The registers of eight warps leave no room for another eight.
     at_a_time = 1 if warps >= 8 else card.waves
