@@ -119,6 +119,35 @@ def test_a_tree_of_256_nodes() -> None:
     assert far(outputs[1], outputs[0]) <= EXACT
 
 
+def test_sequences_that_would_take_too_much_memory_run_one_after_another() -> None:
+    """A launch each, or one of three and one of two, gives what one of all gives, to the last bit."""
+    source = random.Random(5)
+    trees = [random_parents(source, 33), [], [0, 0], random_parents(source, 18), [0]]
+    count, shape = sum(len(parents) + 1 for parents in trees), replace(SHAPE, layers=(0,))
+    pool = make_pools(shape, 6, count)[1]
+    found = []
+    for kernels in (KERNELS, replace(KERNELS, scratch_bytes=1), replace(KERNELS, scratch_bytes=80_000)):
+        pool.kernels = kernels
+        pool.stash.updates.fill_(float("nan"))
+        step = RecurrentStep.build(pool, spans_of(trees, (4, 0, 5, 2, 1)), keeps=False)
+        output = run_layer(step, 0, count)[1]
+        found.append((kernels.at_a_time(5, 2, 34), output, pool.stash.updates[:, :count].clone()))
+    assert [most for most, *_ in found] == [5, 1, 3]
+    assert torch.isfinite(found[0][1]).all()
+    for _, output, updates in found[1:]:
+        assert torch.equal(output, found[0][1])
+        assert torch.equal(updates, found[0][2])
+
+
+def test_memory_of_a_step_is_bounded_by_its_shape() -> None:
+    """Qwen3.6-27B: a tree of 256 nodes among 31 rows; and trees of 64 nodes, which go in one launch."""
+    kernels = TreeKernels()
+    each = 48 * (17 * 18 // 2) * 2 * 16 * 16 * 4
+    assert 1 < kernels.at_a_time(32, 48, 257) <= (64 << 20) // each
+    assert kernels.at_a_time(32, 48, 65) == 32
+    assert kernels.at_a_time(32, 48, 4097) == 1
+
+
 def test_repeated_tokens_that_never_fade_stay_exact() -> None:
     """The system of equal keys: its powers would lose every digit, its solution is small."""
     shape = replace(SHAPE, layers=(0,), key_heads=1, value_heads=1, value_dim=16)

@@ -10,6 +10,9 @@ system so large that digits are lost. All of the system that does not depend on 
 ready in `prepare`, in as many programs as there are pairs of blocks, the inverse of each block's own part
 included; left for `stage` are a few small products per block, which have to wait for each other.
 
+What `prepare` leaves lies in scratch memory as large for every sequence as for the widest. Where that would
+be too much, some sequences run after the others, in the same memory.
+
 Grids depend on shapes alone. This module knows tensors.
 """
 
@@ -21,26 +24,9 @@ import torch
 import triton
 import triton.language as tl
 
+from ddtree.device.kernels.product import product
+
 _LEAST_DOT = 16  # smallest side of Triton's matrix product
-
-
-@triton.jit
-def _coarse(factor):
-    """Factors rounded to the ten bits that tensor cores take; what is left is one subtraction away."""
-    return ((factor.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _product(left, right, total):
-    """Add a product in full float32, as three of tensor cores.
-
-    Triton's own `tf32x3` does so too, and takes three times the instructions to take factors apart: it looks
-    at every one for what is no number. These kernels are all such instructions.
-    """
-    coarse_left, coarse_right = _coarse(left), _coarse(right)
-    total = tl.dot(left - coarse_left, coarse_right, total, input_precision="tf32")
-    total = tl.dot(coarse_left, right - coarse_right, total, input_precision="tf32")
-    return tl.dot(coarse_left, coarse_right, total, input_precision="tf32")
 
 
 @triton.jit
@@ -85,8 +71,8 @@ def _pair(
     for part in tl.range(0, KEY, PART):
         in_key = part + tl.arange(0, PART)
         other_key = tl.trans(_rows(keys, other_row, key_row, in_key, key_dim, is_other))
-        alike = _product(_rows(keys, row, key_row, in_key, key_dim, is_node), other_key, alike)
-        asked = _product(_rows(queries, row, key_row, in_key, key_dim, is_node), other_key, asked)
+        alike = product(_rows(keys, row, key_row, in_key, key_dim, is_node), other_key, alike)
+        asked = product(_rows(queries, row, key_row, in_key, key_dim, is_node), other_key, asked)
     beta = tl.load(betas + row * heads + head, mask=is_node, other=0.0).to(tl.float32)
     decay = tl.load(decays + row * heads + head, mask=is_node, other=0.0)
     other_decay = tl.load(decays + other_row * heads + head, mask=is_other, other=0.0)
@@ -123,8 +109,8 @@ def _through_state(
         matrix_mask = (in_key < key_dim)[:, None] & is_column[None, :]
         at = in_key[:, None] * value_dim + column[None, :]
         matrix = tl.load(own + at, mask=matrix_mask, other=0.0)
-        update = _product(_rows(keys, row, key_row, in_key, key_dim, is_node), matrix, update)
-        output = _product(_rows(queries, row, key_row, in_key, key_dim, is_node), matrix, output)
+        update = product(_rows(keys, row, key_row, in_key, key_dim, is_node), matrix, update)
+        output = product(_rows(queries, row, key_row, in_key, key_dim, is_node), matrix, output)
     value = tl.load(values + at_value, mask=value_mask, other=0.0).to(tl.float32)
     beta = tl.load(betas + row * heads + head, mask=is_node, other=0.0).to(tl.float32)
     faded = tl.exp(tl.load(decays + row * heads + head, mask=is_node, other=0.0))[:, None]
@@ -133,26 +119,40 @@ def _through_state(
 
 
 @triton.jit
+def _tiles_of(pairs, place, heads, head, blocks, block, BLOCK: tl.constexpr):
+    """Where a block's tiles begin: two for each block up to it, and nothing for later ones."""
+    before = (place * heads + head).to(tl.int64) * (blocks * (blocks + 1) // 2) + block * (block + 1) // 2
+    return pairs + before * 2 * BLOCK * BLOCK
+
+
+@triton.jit(do_not_specialize=["passed"])
 def _prepare_kernel(
     queries, keys, values, betas, decays, sees, matrices, states, starts, counts, pairs, updates, outputs,
-    heads, groups, key_dim, value_dim, widest, blocks, slices,
+    passed, heads, groups, key_dim, value_dim, widest, blocks, slices,
     KEY: tl.constexpr, VALUE: tl.constexpr, BLOCK: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
-    sequence, head, task = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    place, head, task = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    sequence = passed + place
     start, count = tl.load(starts + sequence), tl.load(counts + sequence)
     key_row = heads // groups * key_dim
     keys, queries = keys + head // groups * key_dim, queries + head // groups * key_dim
-    if task < blocks * blocks:
-        block, other = task // blocks, task % blocks
-        if (other <= block) & (block * BLOCK < count):
-            tile = ((sequence * heads + head).to(tl.int64) * blocks * blocks + task) * 2 * BLOCK * BLOCK
+    tasks = blocks * (blocks + 1) // 2
+    if task < tasks:
+        # A triangle's lines folded to a rectangle: the longest with the shortest, and so on.
+        width = blocks // 2 * 2 + 1
+        line, other = task // width, task % width
+        longer = blocks - line
+        block = tl.where(other < longer, longer, width - longer) - 1
+        other = tl.where(other < longer, other, other - longer)
+        if block * BLOCK < count:
+            tiles = _tiles_of(pairs, place, heads, head, blocks, block, BLOCK)
             _pair(
                 queries, keys, betas, decays, sees + sequence * widest * widest,
-                pairs + tile, start, count, block * BLOCK, other * BLOCK, heads, head, key_row, key_dim,
-                widest, KEY, BLOCK, PART,
+                tiles + other * 2 * BLOCK * BLOCK, start, count, block * BLOCK, other * BLOCK, heads, head,
+                key_row, key_dim, widest, KEY, BLOCK, PART,
             )  # fmt: skip
     else:
-        block, slice_ = (task - blocks * blocks) // slices, (task - blocks * blocks) % slices
+        block, slice_ = (task - tasks) // slices, (task - tasks) % slices
         if block * BLOCK < count:
             own = matrices + (tl.load(states + sequence) * heads + head) * key_dim * value_dim
             _through_state(
@@ -162,25 +162,24 @@ def _prepare_kernel(
             )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["passed"])
 def _stage_kernel(
-    starts, counts, pairs, updates, outputs, heads, value_dim, blocks, room,
+    starts, counts, pairs, updates, outputs, passed, heads, value_dim, blocks, room,
     VALUE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    sequence, head, slice_ = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    start, count = tl.load(starts + sequence), tl.load(counts + sequence)
+    place, head, slice_ = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    start, count = tl.load(starts + passed + place), tl.load(counts + passed + place)
     lane, column = tl.arange(0, BLOCK), slice_ * VALUE + tl.arange(0, VALUE)
     is_column = column < value_dim
     at_tile = lane[:, None] * BLOCK + lane[None, :]
     at_own = 2 * at_tile[:, :, None] + tl.arange(0, 2)[None, None, :]
-    tiles = pairs + (sequence * heads + head).to(tl.int64) * blocks * blocks * 2 * BLOCK * BLOCK
     for first in range(0, count, BLOCK):
         row = start + first + lane
         at_value = ((row * heads + head) * value_dim)[:, None] + column[None, :]
         mask = (first + lane < count)[:, None] & is_column[None, :]
         alone = tl.load(updates + at_value, mask=mask, other=0.0)
         asked = tl.load(outputs + at_value, mask=mask, other=0.0)
-        line = tiles + first // BLOCK * blocks * 2 * BLOCK * BLOCK
+        line = _tiles_of(pairs, place, heads, head, blocks, first // BLOCK, BLOCK)
         own = tl.load(line + first // BLOCK * 2 * BLOCK * BLOCK + at_own)
         update = tl.zeros((BLOCK, VALUE), tl.float32)
         output = tl.zeros((BLOCK, VALUE), tl.float32)
@@ -188,11 +187,11 @@ def _stage_kernel(
             tile = line + before // BLOCK * 2 * BLOCK * BLOCK + at_tile
             at_other = (((start + before + lane) * heads + head) * value_dim)[:, None] + column[None, :]
             other_update = tl.load(updates + at_other, mask=is_column[None, :], other=0.0)
-            update = _product(tl.load(tile), other_update, update)
-            output = _product(tl.load(tile + BLOCK * BLOCK), other_update, output)
+            update = product(tl.load(tile), other_update, update)
+            output = product(tl.load(tile + BLOCK * BLOCK), other_update, output)
         inverse, answers = tl.split(own)
-        update = _product(inverse, alone + update, tl.zeros((BLOCK, VALUE), tl.float32))
-        output = asked + _product(answers, update, output)
+        update = product(inverse, alone + update, tl.zeros((BLOCK, VALUE), tl.float32))
+        output = asked + product(answers, update, output)
         tl.store(updates + at_value, update, mask=mask)
         tl.store(outputs + at_value, output, mask=mask)
         tl.debug_barrier()  # the next block reads these updates, through other threads
@@ -236,6 +235,7 @@ class StageKernels:
     key_part: int = 16  # key columns that a product takes at a time
     prepare_warps: int = 1  # more would each take the same rows apart
     stage_warps: int = 4
+    scratch_bytes: int = 64 << 20  # that sequences may take at a time; one alone takes what it takes
 
     def stage(
         self,
@@ -254,7 +254,8 @@ class StageKernels:
     ) -> torch.Tensor:
         """Work out all nodes of all trees, `[n, Hv, dv]` float32, and write their updates.
 
-        Padding gets zeros. Takes memory for two numbers of every pair of rows and head while it runs.
+        Padding gets zeros. While it runs it takes `at_a_time` sequences' memory, each as much as the widest:
+        two float32 for every head and pair of rows, later rows of other blocks excepted.
         """
         heads, value_dim = values.shape[1:]
         groups, key_dim, widest = heads // keys.shape[1], keys.shape[2], sees.shape[1]
@@ -266,20 +267,30 @@ class StageKernels:
                 heads, groups, key_dim, value_dim, room, KEY=key_width, VALUE=self.value_slice,
             )  # fmt: skip
             return outputs
-        blocks = triton.cdiv(widest, self.block)
-        tiles = (len(states), heads, blocks, blocks, 2, self.block, self.block)
+        blocks, most = triton.cdiv(widest, self.block), self.at_a_time(len(states), heads, widest)
+        tiles = (most, heads, blocks * (blocks + 1) // 2, 2, self.block, self.block)
         pairs = torch.empty(tiles, dtype=torch.float32, device=values.device)
-        _prepare_kernel[(len(states), heads, blocks * (blocks + slices))](
-            queries, keys, values, betas, decays, sees.view(torch.uint8), matrices, states, starts, counts,
-            pairs, updates, outputs, heads, groups, key_dim, value_dim, widest, blocks, slices,
-            KEY=key_width, VALUE=self.value_slice, BLOCK=self.block, PART=min(self.key_part, key_width),
-            num_warps=self.prepare_warps,
-        )  # fmt: skip
-        _stage_kernel[(len(states), heads, slices)](
-            starts, counts, pairs, updates, outputs, heads, value_dim, blocks, room,
-            VALUE=self.value_slice, BLOCK=self.block, num_warps=self.stage_warps,
-        )  # fmt: skip
+        # Sequences are counted on by a number, not by slices: their addresses would compile kernels again.
+        for passed in range(0, len(states), most):
+            count = min(most, len(states) - passed)
+            _prepare_kernel[(count, heads, blocks * (blocks + 1) // 2 + blocks * slices)](
+                queries, keys, values, betas, decays, sees.view(torch.uint8), matrices, states, starts,
+                counts, pairs, updates, outputs, passed, heads, groups, key_dim, value_dim, widest, blocks,
+                slices, KEY=key_width, VALUE=self.value_slice, BLOCK=self.block,
+                PART=min(self.key_part, key_width), num_warps=self.prepare_warps,
+            )  # fmt: skip
+            _stage_kernel[(count, heads, slices)](
+                starts, counts, pairs, updates, outputs, passed, heads, value_dim, blocks, room,
+                VALUE=self.value_slice, BLOCK=self.block, num_warps=self.stage_warps,
+            )  # fmt: skip
         return outputs
+
+    def at_a_time(self, sequences: int, heads: int, widest: int) -> int:
+        """How many sequences run side by side, so that they stay within `scratch_bytes`; 1 at least."""
+        blocks = triton.cdiv(widest, self.block)
+        each = 4 * heads * blocks * (blocks + 1) * self.block**2
+        launches = triton.cdiv(sequences, max(1, self.scratch_bytes // each))
+        return int(triton.cdiv(sequences, launches))
 
 
 def width_of(size: int) -> int:
