@@ -100,8 +100,7 @@ class DeviceRound:
         assert size is not None, "every size up to the place's is prepared"
         buffers = self._steps.buffers[size]
         buffers.clear()
-        for place, session in enumerate(self._sessions):
-            buffers.put(place, session, ROOT)
+        buffers.put(self._sessions, [ROOT] * len(self._sessions))
         buffers.put_trees(made_up_trees(self._pair, self._place.batch, nodes))
         buffers.box.send()
         return size

@@ -108,13 +108,16 @@ class StepBuffers:
         for name in ("active", "has_drafter", "lengths", "budgets", "limits", "is_chain", "counts"):
             host[name][...] = 0
 
-    def put(self, place: int, session: Session, root: int) -> None:
-        """Give a sequence of the target its place."""
-        self._put(slice(place, place + 1), [session], [root])
-
-    def put_all(self, sessions: Sequence[Session], roots: Sequence[int]) -> None:
+    def put(self, sessions: Sequence[Session], roots: Sequence[int]) -> None:
         """Give sequences of the target the first places, in this order."""
-        self._put(slice(0, len(sessions)), sessions, roots)
+        # All places of a tensor at once: an assignment of one number costs what one of a row does.
+        host, places = self.box.host, slice(0, len(sessions))
+        host["active"][places] = True
+        host["lengths"][places] = [session.length for session in sessions]
+        host["roots"][places] = roots
+        for place, session in enumerate(sessions):
+            if self._put_pages("page_table", place, session.pages) and session.pages.indices:
+                host["states"][place] = self._state_of(session.pages) or 0
 
     def put_drafters(self, sessions: Sequence[Session | None], wishes: TreeWishes) -> None:
         """Let the first places draft, but those without a session; the context is as long as the target's."""
@@ -134,16 +137,6 @@ class StepBuffers:
         for name in ("tokens", "parents", "depths"):
             host[name][:count, :nodes] = getattr(trees, name).cpu().numpy()
         host["counts"][:count] = trees.counts.cpu().numpy()
-
-    def _put(self, places: slice, sessions: Sequence[Session], roots: Sequence[int]) -> None:
-        # All places of a tensor at once: an assignment of one number costs what one of a row does.
-        host = self.box.host
-        host["active"][places] = True
-        host["lengths"][places] = [session.length for session in sessions]
-        host["roots"][places] = roots
-        for place, session in enumerate(sessions, start=places.start):
-            if self._put_pages("page_table", place, session.pages) and session.pages.indices:
-                host["states"][place] = self._state_of(session.pages) or 0
 
     def _put_pages(self, table: str, place: int, pages: Pages) -> bool:
         """Write a sequence's pages, unless they stand there; gives whether they had to be written."""

@@ -9,7 +9,7 @@ the step's own kernels stand between it and the output (`fused_delta`).
 
 The model stays as it is: its classes, module names, `state_dict` and forward. Weights of projections with the
 same input are laid side by side once, and the model's own linears become views of them. A fused layer runs
-when the step comes with a `DevicePlan`; every other forward (prefill, others) takes the class's own.
+when the step comes with a `DevicePlan`; every other forward (of a packed step, others) takes the class's own.
 
 Nothing is assumed about a layer that its exact class does not say, and the first one of every kind is run
 both ways at load (`fused_check`): what does not come out alike is left as it is. The model must already be on

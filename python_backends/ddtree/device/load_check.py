@@ -87,7 +87,7 @@ def check_rounds(
 def _check_reading(
     verifier: TargetVerifier, steps: TargetSteps, ids: torch.Tensor, read: PrefillResult
 ) -> None:
-    """Hold features and cache of a prompt that a captured step reads to those that the packed forward gave."""
+    """Hold features and cache of a prompt that a captured step reads to the packed forward's."""
     most = max((size.nodes + 1 for size in steps.sizes if size.places == 1), default=0)
     first = max(1, len(ids) - most)
     _open(verifier, _AT_ONCE, ids[:first])

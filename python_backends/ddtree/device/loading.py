@@ -71,8 +71,8 @@ def prepare_rounds(
         rounds.prepare(wanted.on_progress, wanted.repeats)
         check_rounds(verifier, drafter, steps, rounds)
     finally:
-        # Not before: what rounds leave in the cache is held to what the packed forward leaves there. But where
-        # they are off, too: steps were checked by themselves.
+        # Not before: what rounds leave in the cache is held to what the packed forward leaves there. But also
+        # where they are off: steps were checked by themselves.
         verifier.use(steps, wanted.repeats)
     return rounds
 

@@ -181,7 +181,7 @@ class DeviceRounds:
     def _fill(self, size: StepSize, request: RoundRequest, taking: _Taking, roots: Sequence[int]) -> None:
         buffers = self._steps.buffers[size]
         buffers.clear()
-        buffers.put_all(taking.sessions, roots)
+        buffers.put(taking.sessions, roots)
         wishes = TreeWishes(
             *(taking.among(wish) for wish in (request.budgets, request.depths, request.is_chain))
         )
@@ -214,7 +214,7 @@ class DeviceRounds:
         buffers.clear()
         everywhere = np.ones(size.places, dtype=np.int32)
         deepest = everywhere * (self._stages.block_size - 1)
-        buffers.put_all([target] * size.places, [0] * size.places)
+        buffers.put([target] * size.places, [0] * size.places)
         buffers.put_drafters(
             [draft] * size.places, TreeWishes(everywhere * size.nodes, deepest, everywhere == 0)
         )

@@ -122,8 +122,7 @@ class TargetSteps:
             return None
         buffers = self.buffers[size]
         buffers.clear()
-        for place, (session, root) in enumerate(zip(sessions, roots, strict=True)):
-            buffers.put(place, session, root)
+        buffers.put(sessions, roots)
         buffers.put_trees(trees)
         buffers.box.send()
         output, count = self.run(size), len(sessions)
