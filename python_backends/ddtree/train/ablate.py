@@ -10,7 +10,6 @@ import argparse
 import gc
 import hashlib
 import math
-import shutil
 import tempfile
 import time
 import traceback
@@ -29,7 +28,15 @@ from ddtree.models.loading import choose_device, read_target_config
 from ddtree.train.ablation_arms import Arm, Choices, choose_arms, make_arms, spread_taps
 from ddtree.train.ablation_bench import ArmBench, Study
 from ddtree.train.ablation_report import draw, report
-from ddtree.train.ablation_results import RESULTS, ArmResult, Results, held, note_error, stored_setting
+from ddtree.train.ablation_results import (
+    ArmResult,
+    Results,
+    check_settings,
+    claim_answers,
+    held,
+    note_error,
+    stored_setting,
+)
 from ddtree.train.ablation_workers import Bench, MakeBench, outcomes
 from ddtree.train.loss import position_weights
 
@@ -87,7 +94,7 @@ def ablate(chosen: Namespace) -> Iterator[str]:
     """Train and measure every arm that has no result yet, and write the report.
 
     Raises:
-        InvalidArgument: arguments contradict each other, or the folder's results.
+        InvalidArgument: arguments contradict each other, or the folder's results or answers.
         Unavailable: another process works in the folder.
         ArmsFailed: some arms have no result.
     """
@@ -96,16 +103,17 @@ def ablate(chosen: Namespace) -> Iterator[str]:
         study.base.block_size - 1, study.base.decay, torch.device("cpu")
     )  # refuses a wrong decay
     with held(study.output), _noted(study.output):
-        if not (study.output / RESULTS).is_file():  # ended before its settings were kept: answers to what?
-            shutil.rmtree(study.output / "answers", ignore_errors=True)
         bench = ArmBench.open(study, 0)
         known = make_arms(study.base, bench.sizes())
         arms = choose_arms(known, chosen.arms)
+        settings = _settings(chosen, study, bench)
+        check_settings(study.output, settings)
+        claim_answers(study.output, settings)
         for name in study.prompts:
             answers = bench.answers(name)
             yield f"{name}: {len(answers)} greedy answers"
         study = replace(study, steps=chosen.steps or _steps(chosen, bench))
-        results = Results(study.output, _settings(chosen, study, bench))
+        results = Results(study.output, {**settings, "steps": study.steps})
         ready = sum(arm.name in results.arms for arm in arms)
         yield f"{len(arms)} arms of {study.steps} steps, {ready} of them already have results"
         bench = replace(bench, study=study)

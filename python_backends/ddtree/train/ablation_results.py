@@ -1,5 +1,7 @@
 """What an ablation has found so far: one file, written whole after every arm, that a later run goes on from.
 
+The target's answers, which come before the first arm, have a file of their own that says what they answer.
+
 One process at a time holds the folder and writes the file; others hand their results to it. This module knows
 neither how arms are trained nor how results are shown.
 """
@@ -20,6 +22,9 @@ from ddtree.train.ablation_arms import Arm, Choices
 
 RESULTS = "ablation.json"
 ERRORS = "errors.log"
+_ANSWERS = "answers"  # the folder of the target's answers, a corpus for each prompt set
+_ANSWERED = "settings.json"  # beside them
+_ANSWERS_DEPEND_ON = ("target", "dtype", "limit", "max_answer")
 
 
 @dataclass(frozen=True)
@@ -70,13 +75,7 @@ class Results:
         if stored is None:
             self._write()  # at once: what a killed run leaves beside it belongs to these settings
             return
-        for field in sorted({*stored["settings"], *self.settings}):
-            before, now = stored["settings"].get(field), self.settings.get(field)
-            if before != now:
-                raise InvalidArgument.of(
-                    f"ablation {field}", f"must be {before!r} as in {self._path}", now,
-                    "repeat the settings, or give another --output",
-                )  # fmt: skip
+        _compare("ablation", self._path, stored["settings"], self.settings)
         self.arms = {name: ArmResult.from_json(values) for name, values in stored["arms"].items()}
 
     def record(self, result: ArmResult) -> None:
@@ -88,11 +87,50 @@ class Results:
 
     def _write(self) -> None:
         arms = {name: one.to_json() for name, one in self.arms.items()}
-        partial = self._path.with_suffix(".partial")
-        partial.write_text(
-            json.dumps({"settings": self.settings, "arms": arms}, indent=1) + "\n", encoding="utf-8"
-        )
-        partial.replace(self._path)
+        _replace(self._path, {"settings": self.settings, "arms": arms})
+
+
+def check_settings(folder: Path, settings: Mapping[str, Any]) -> None:
+    """Compare settings with those of the results in a folder; `steps`, which may not be known yet, left out.
+
+    Raises:
+        InvalidArgument: it holds results of other settings.
+    """
+    if stored := _read(folder / RESULTS):
+        before, now = ({**values, "steps": None} for values in (stored["settings"], settings))
+        _compare("ablation", folder / RESULTS, before, now)
+
+
+def claim_answers(folder: Path, settings: Mapping[str, Any]) -> None:
+    """Note what the answers in a folder, and those to be made, answer; nothing is ever deleted.
+
+    Prompt sets without answers bind nobody: what a run that ended before them said of them is replaced.
+
+    Raises:
+        InvalidArgument: there are answers made with other settings, or something that is no ablation's.
+    """
+    answers = folder / _ANSWERS
+    path = answers / _ANSWERED
+    made = {shard.parent.name for shard in answers.glob("*/shard-*.npz")}
+    now = {name: settings[name] for name in _ANSWERS_DEPEND_ON}
+    stored = _read(path)
+    if stored is not None and set(stored) != {*now, "prompts"}:
+        stored = None  # another program's file has the same name
+    # Results that were compared with these settings speak for answers that have no file yet.
+    if stored is None and not (folder / RESULTS).is_file() and _is_occupied(answers):
+        raise InvalidArgument.of(
+            "--output", f"must have no folder {_ANSWERS!r} other than an ablation's", str(answers),
+            "give another --output, or move that folder away",
+        )  # fmt: skip
+    prompts: dict[str, Any] = dict(settings["prompts"])
+    if stored is not None and made:
+        before = {name: value for name, value in stored["prompts"].items() if name in made}
+        shared = {name: prompts[name] for name in sorted(made & prompts.keys())}
+        _compare("answers", path, {name: stored[name] for name in now}, now)
+        _compare("answers to prompts", path, {name: before.get(name) for name in shared}, shared)
+        prompts = before | prompts
+    answers.mkdir(parents=True, exist_ok=True)
+    _replace(path, {**now, "prompts": prompts})
 
 
 def stored_setting(folder: Path, name: str) -> Any:
@@ -124,6 +162,29 @@ def held(folder: Path) -> Iterator[None]:
                 f"another ablation is running in {folder}; wait for it, or give another --output"
             ) from None
         yield
+
+
+def _compare(what: str, path: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    for field in sorted({*before, *now}):
+        if before.get(field) != now.get(field):
+            raise InvalidArgument.of(
+                f"{what} {field}", f"must be {before.get(field)!r} as in {path}", now.get(field),
+                "repeat the settings, or give another --output",
+            )  # fmt: skip
+
+
+def _is_occupied(path: Path) -> bool:
+    """Whether something is there beside what a claim leaves that was killed."""
+    if not path.is_dir():
+        return path.exists()
+    return any(entry.name != Path(_ANSWERED).with_suffix(".partial").name for entry in path.iterdir())
+
+
+def _replace(path: Path, values: Mapping[str, Any]) -> None:
+    """Write a file whole or not at all."""
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+    partial.replace(path)
 
 
 def _read(path: Path) -> dict[str, Any] | None:

@@ -5,7 +5,8 @@ Only the layers up to the last tap run. This module knows the target's folder; i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -68,15 +69,12 @@ class TapReader:
         try:
             # Compiled for this call alone: the target also answers prompts, a token a step inside a captured
             # graph, where compiled layers would be compiled again for every layer's cache.
-            for layer, forward in zip(self._wanted, fast, strict=False):
-                layer.forward = forward
-            self._decoder(input_ids=ids, position_ids=positions, use_cache=False)
+            with _running(self._wanted[: len(fast)], fast):
+                self._decoder(input_ids=ids, position_ids=positions, use_cache=False)
             return torch.cat([self._captured[tap] for tap in self._taps], -1)
         finally:
             for hook in hooks:
                 hook.remove()
-            for layer in self._wanted:
-                vars(layer).pop("forward", None)
             self._decoder.layers = self._whole
             self._captured.clear()
 
@@ -85,3 +83,18 @@ class TapReader:
             self._captured[tap] = output[0] if isinstance(output, tuple) else output
 
         return hook
+
+
+@contextmanager
+def _running(layers: nn.ModuleList, forwards: Sequence[Any]) -> Iterator[None]:
+    """Run layers by other functions for a while; then each has again what it had, its own or its class's."""
+    before = [vars(layer).get("forward") for layer in layers]
+    for layer, forward in zip(layers, forwards, strict=True):
+        layer.forward = forward
+    try:
+        yield
+    finally:
+        for layer, own in zip(layers, before, strict=True):
+            del layer.forward
+            if own is not None:
+                layer.forward = own

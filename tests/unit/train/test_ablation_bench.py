@@ -192,6 +192,48 @@ def test_what_ends_a_run_is_kept_and_what_only_ends_its_picture_ends_no_run(
     assert "the run ended: InvalidArgument: INVALID_ARGUMENT: ablation steps must be 1 as in" in errors
 
 
+def test_a_run_that_ended_among_answers_goes_on_with_them_and_with_no_others(
+    command: Callable[..., int], folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The second set has no prompts at first; then the same command, mended, keeps what the first gave."""
+    (later := tmp_path / "later.jsonl").touch()
+    more = ["--arms", "baseline", "--output", str(tmp_path), "--prompts", f"code={later}"]
+
+    def refused(*others: str) -> str:
+        assert command(*more, *others, steps=1) == 2
+        return capsys.readouterr().err
+
+    assert "--prompts must hold prompts" in refused()
+    (first,) = tmp_path.glob("answers/*/shard-*.npz")
+    made = first.stat().st_mtime_ns
+    later.write_text((folder / "code.jsonl").read_text())
+    assert "answers max_answer must be 12 as in" in refused("--max-answer", "13")
+    assert "answers to prompts words must be" in refused("--prompts", f"words={later}")
+    assert command(*more, steps=1) == 0
+    assert first.stat().st_mtime_ns == made
+
+    assert "ablation limit must be 2 as in" in refused("--limit", "1", "--prompts", f"third={later}")
+    assert "ablation prompts must be" in refused("--prompts", f"third={later}")
+    assert sorted(path.name for path in (tmp_path / "answers").iterdir()) == [
+        "code",
+        "settings.json",
+        "words",
+    ]
+    assert first.stat().st_mtime_ns == made
+
+
+@pytest.mark.parametrize("name", ["thesis.txt", "settings.json"])
+def test_answers_that_are_no_ablations_are_left_alone(
+    command: Callable[..., int], name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "answers").mkdir()
+    (tmp_path / "answers" / name).write_text('{"years": "of work"}')
+    assert command("--output", str(tmp_path)) == 2
+    assert "--output must have no folder 'answers' other than an ablation's" in capsys.readouterr().err
+    left = {path.name: path.read_text() for path in (tmp_path / "answers").iterdir()}
+    assert left == {name: '{"years": "of work"}'}
+
+
 def test_a_compiled_arm_compiles_layers_to_train_with_and_leaves_the_target_as_it_was(
     bench: ArmBench, arms: dict[str, Arm], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -56,6 +56,27 @@ def test_taps_are_the_layers_outputs_and_padding_changes_nothing(target: PreTrai
     assert len(target.get_decoder().layers) == LAYERS, "the target is whole again"
 
 
+def test_a_layers_own_forward_outlives_a_reading(
+    target: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of three layers the first has a function of its own, and the last is not read."""
+    layers, ids = target.get_decoder().layers, torch.randint(0, 250, (1, 5))
+    plain = TapReader(target, (0, 1)).read(ids)
+    calls, of_class = [], layers[0].forward
+
+    def own(*args: Any, **options: Any) -> Any:
+        calls.append("own")
+        return of_class(*args, **options)
+
+    for layer in (layers[0], layers[2]):
+        monkeypatch.setitem(vars(layer), "forward", own)
+    monkeypatch.setattr(torch, "compile", lambda function: function)
+    for compiled in (False, True):
+        assert torch.equal(TapReader(target, (0, 1), compiled=compiled).read(ids), plain)
+        assert [vars(layer).get("forward") for layer in layers] == [own, None, own]
+    assert calls == ["own"] * 2
+
+
 def test_taps_outside_the_target_are_refused(target: PreTrainedModel) -> None:
     with pytest.raises(InvalidArgument, match=r"taps must be layers 0\.\.2"):
         TapReader(target, (0, LAYERS))
