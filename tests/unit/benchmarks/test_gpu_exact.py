@@ -51,6 +51,10 @@ class Spoilt:
         staged.step.logits[staged.starts[-1], 7] += 1
         return staged
 
+    def rows(self, sequences: int, nodes: int) -> int | None:
+        assert self.of.steps is not None
+        return self.of.steps.rows(sequences, nodes)
+
     def cost(self, repeats: int) -> CostCurve:
         assert self.of.steps is not None
         return self.of.steps.cost(repeats)
