@@ -43,7 +43,6 @@ def tested_calls() -> Iterator[Call]:
         (head, 1, Config("gemv", 4, 1024, 1, 4, 3)),
         (merged, 16, Config("dot", 64, 128, 2, 4, 4)),
         (gated, 65, Config("dot", 128, 64, 1, 8, 6)),
-        (merged, 129, Config("dot", 128, 64, 1, 8, 5)),
     ):
         bucket = bucket_of(rows)
         assert bucket is not None

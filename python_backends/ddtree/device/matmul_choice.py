@@ -16,6 +16,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -189,16 +190,23 @@ class MatmulChooser:
         """Measure what is not known yet.
 
         What `limit_s` seconds leave no time for stays with the library until the next start. Takes device
-        memory of twice L2 and the outputs of 256 rows while it lasts.
+        memory of twice L2 and the outputs of 80 rows while it lasts.
         """
-        if self._multiply is None:
+        if self._multiply is None or all(len(BUCKETS) == len(known) for known in self._choices.values()):
             return
-        end = time.monotonic() + limit_s
-        if self._timer is not None:
-            self._fill(self._timer, self._multiply, on_progress, end)
-        elif self._device.type == "cuda":
-            self._fill(GraphTimer(self._device), self._multiply, on_progress, end)
+        with nullcontext() if self._file is None else self._file.alone():
+            self._take_stored()  # another process may have measured the same meanwhile
+            timer = self._timer or (GraphTimer(self._device) if self._device.type == "cuda" else None)
+            if timer is not None:
+                self._fill(timer, self._multiply, on_progress, time.monotonic() + limit_s)
+        if self._device.type == "cuda":
             torch.cuda.empty_cache()  # for those who ask the device what is free
+
+    def _take_stored(self) -> None:
+        stored = {} if self._file is None else self._file.read()
+        for kind, choices in self._choices.items():
+            for most, choice in stored.get(kind.name, {}).items():
+                choices.setdefault(most, choice)
 
     def _fill(self, timer: Timer, multiply: Multiply, on_progress: Progress | None, end: float) -> None:
         missing = {

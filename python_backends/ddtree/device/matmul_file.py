@@ -9,11 +9,13 @@ anything is measured.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import os
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -78,6 +80,21 @@ class ChoiceFile:
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             _LOG.warning("%s cannot be read and will be written again: %r", self._path, error)
             return {}
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Keep other processes of this machine from measuring meanwhile: two at once measure each other."""
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            folder = os.open(self._path.parent, os.O_RDONLY)
+        except OSError:  # `write` says so
+            yield
+            return
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(folder)
 
     def write(self, choices: Mapping[str, Choices]) -> None:
         """Add choices to the file; it appears whole or not at all, and a folder that refuses is no error."""

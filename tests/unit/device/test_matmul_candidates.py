@@ -37,8 +37,7 @@ def test_candidates_for_real_weights(weight_rows: int, size: int, bucket: Bucket
     assert len(set(configs)) == len(configs)
     under_way = []
     for config in configs:
-        narrow = min(bucket.most, 144)
-        stage = config.block_k * 2 * (config.block_n + (narrow if config.kind == "dot" else 1))
+        stage = config.block_k * 2 * (config.block_n + (bucket.most if config.kind == "dot" else 1))
         assert config.stages * stage <= 220 * 1024
         assert config.kind == "dot" or bucket.most == 1
         programs = -(-weight_rows // config.block_n) * config.split_k

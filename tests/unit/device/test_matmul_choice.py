@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from torch.nn import functional
 from ddtree.device.kernels.matmul import multiply
 from ddtree.device.matmul_candidates import BUCKETS, Bucket, Config, ProductKind, bucket_of, candidates
 from ddtree.device.matmul_choice import MatmulChooser, SmallLinear, eager_gate, library_product
+from ddtree.device.matmul_file import ChoiceFile
 from tests.fakes.device import DEVICE
 
 CPU = torch.device("cpu")
@@ -82,7 +84,7 @@ def test_the_fastest_is_taken_for_each_bucket() -> None:
     best = {bucket.most: all_for(weight, bucket)[-1] for bucket in BUCKETS}
     fastest = {bucket.timed: best[bucket.most] for bucket in BUCKETS}
     linear = tuned(Bench(lambda config, rows: 5.0 if config and config == fastest[rows] else 10.0), weight)
-    for rows in (1, 2, 16, 17, 64, 65, 128, 129, 200):
+    for rows in (1, 2, 16, 17, 64, 65, 80):
         bucket = bucket_of(rows)
         assert bucket is not None
         assert linear.config_for(torch.empty(rows, 64)) == best[bucket.most]
@@ -227,11 +229,29 @@ def test_what_there_is_no_time_for_stays_with_the_library(tmp_path: Path) -> Non
     assert list(tmp_path.iterdir()) == []
 
 
+def test_processes_that_start_together_measure_one_after_the_other(tmp_path: Path) -> None:
+    """And the second has nothing left to measure: it takes what the first has found."""
+    bench, file = Bench(lambda config, _: 5.0 if config else 10.0), ChoiceFile.of(tmp_path, CPU)
+    chooser = bench.chooser(tmp_path)
+    linear = chooser.linear(weight_of())
+    with ThreadPoolExecutor(1) as pool:
+        with file.alone():
+            waiting = pool.submit(chooser.tune)
+            assert wait([waiting], timeout=0.2).not_done
+            first = Bench(lambda config, _: 5.0 if config else 10.0).chooser()
+            first.linear(weight_of())
+            first.tune()
+            file.write(first.choices())
+        waiting.result(timeout=10)
+    assert bench.measured == 0
+    assert linear.config_for(torch.empty(9, 64)) is not None
+
+
 def test_what_cannot_be_measured_stays_with_the_library(tmp_path: Path) -> None:
     """Memory may run out with many rows; next time may be better, so nothing is stored."""
 
     def micros(config: Config | None, rows: int) -> float:
-        if rows == 129:
+        if rows == 65:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return 5.0 if config else 10.0
 
@@ -239,8 +259,8 @@ def test_what_cannot_be_measured_stays_with_the_library(tmp_path: Path) -> None:
     linear = chooser.linear(weight_of())
     seen: list[int] = []
     chooser.tune(lambda done, _: seen.append(done))
-    assert linear.config_for(torch.empty(129, 64)) is None
-    assert linear.config_for(torch.empty(200, 64)) is not None
+    assert linear.config_for(torch.empty(65, 64)) is None
+    assert linear.config_for(torch.empty(64, 64)) is not None
     assert seen[-1] == len(BUCKETS)
     (path,) = tmp_path.iterdir()
     (stored,) = json.loads(path.read_text())["choices"].values()
