@@ -74,7 +74,12 @@ def run(setting: Setting, sections: tuple[str, ...], out: Path, console: Console
     results.add("limits", setting.limits.to_json())
     with _progress(console, len(sections)) as show:
         for done, name in enumerate(sections):
-            facts = _measure(name, replace(setting, note=lambda what, done=done: show(done, what)))  # type: ignore[misc]
+            noting = replace(
+                setting,
+                note=lambda what, done=done: show(done, what),  # type: ignore[misc]
+                keep=lambda facts, name=name: results.add(name, {**facts, "is_whole": False}),  # type: ignore[misc]
+            )
+            facts = _measure(name, noting)
             results.add(name, facts)
             said = [(key, facts[key]) for key in ("skipped", "error") if key in facts]
             for key, text in (*said, *(("warned", text) for text in facts["warnings"])):

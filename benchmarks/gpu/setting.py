@@ -26,6 +26,7 @@ class Setting:
     limits: MemoryLimits
     note: Callable[[str], None]  # says what is measured now
     prompts: Path
+    keep: Callable[[Facts], None] = lambda _: None  # writes what a section has so far to the result file
     demo_target: Path | None = None  # None: the demo's, brought if need be
     demo_draft: Path | None = None
     dflash: Path | None = None  # folder with the package; None: brought if need be

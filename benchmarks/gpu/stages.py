@@ -51,6 +51,14 @@ def measure_stages(shape: PairShape, rows: Rows, setting: Setting) -> Facts:
         label: {"tokens": context, "limit_ms": _limits(pair, context, setting), "ways": {}}
         for label, context in rows.contexts.items()
     }
+    facts: Facts = {
+        "shape": shape.name,
+        "dtype": str(setting.dtype).removeprefix("torch."),
+        "plain_bytes": pair.plain_bytes,
+        "draft_bytes": pair.draft_bytes,
+        "state_bytes_per_sequence": pair.state_bytes,
+        "contexts": contexts,
+    }
     tokens: dict[str, list[int]] = {}
     for name, way in ways.items():
         refused = _prepared(way, pair)
@@ -60,15 +68,9 @@ def measure_stages(shape: PairShape, rows: Rows, setting: Setting) -> Facts:
                                          rows, setting, seconds)  # fmt: skip
             contexts[label]["ways"][name] = measured
             _compare(measured, tokens, label)
+            setting.keep(facts)  # a section takes minutes, most of them compiling
             free(setting.device)
-    return {
-        "shape": shape.name,
-        "dtype": str(setting.dtype).removeprefix("torch."),
-        "plain_bytes": pair.plain_bytes,
-        "draft_bytes": pair.draft_bytes,
-        "state_bytes_per_sequence": pair.state_bytes,
-        "contexts": contexts,
-    }
+    return facts
 
 
 def _compare(measured: Facts, first: dict[str, list[int]], label: str) -> None:

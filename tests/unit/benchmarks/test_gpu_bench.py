@@ -10,7 +10,7 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 
-from benchmarks.gpu import picture, report
+from benchmarks.gpu import picture, report, stages
 from benchmarks.gpu.eager import EagerRound
 from benchmarks.gpu.exact import WAYS as ENGINE_WAYS
 from benchmarks.gpu.figures import FIGURES, summarise, table
@@ -115,6 +115,21 @@ def test_another_cards_results_are_not_mixed_in(tmp_path: Path) -> None:
     assert report.Results(out, here, {"is_tiny": False}).sections == {"limits": {"read_gb_s": 1.0}}
     assert report.Results(out, {**here, "card": "two"}, {"is_tiny": False}).sections == {}
     assert report.Results(out, here, {"is_tiny": True}).sections == {}
+
+
+def test_what_a_section_has_so_far_outlives_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that is taken back between two of a section's measurements leaves the first."""
+
+    def taken(_: torch.device) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(stages, "free", taken)
+    out = tmp_path / "gpu.json"
+    assert rehearse(out, "--only", "stages").exit_code == 1
+    facts = json.loads(out.read_text())["sections"]["stages"]
+    assert facts["is_whole"] is False
+    assert facts["contexts"]["1k"]["ways"]["eager"]["plain"]["ms"] > 0
+    assert facts["contexts"]["16k"]["ways"] == {}
 
 
 def test_large_shapes_are_not_tried_on_a_cpu(tmp_path: Path) -> None:
