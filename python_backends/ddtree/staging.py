@@ -7,7 +7,7 @@ target; neither acceptance nor how tokens are chosen.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Protocol
 
@@ -95,14 +95,14 @@ def read(target: Target, pool: KvPool, sessions: Sequence[Session], chunks: Sequ
     return Read(target.forward(ids, plan, last), plan.slots)
 
 
-def grouped(rows: Callable[[int, int], int | None], lengths: Sequence[int]) -> list[list[int]]:
+def grouped(rows: Callable[[int, int], int | None], lengths: Mapping[int, int]) -> list[list[int]]:
     """Which chunks are read together by a prepared step, by their places; those that none holds come last.
 
     `rows` is `Steps.rows`. A step has as many for each chunk as for its longest, so only chunks of about one
     length share one.
     """
     groups, rest = list[list[int]](), list[int]()
-    for place in sorted(range(len(lengths)), key=lengths.__getitem__):
+    for place in sorted(lengths, key=lengths.__getitem__):
         nodes = lengths[place] - 1
         alone = rows(1, nodes)
         if alone is None:

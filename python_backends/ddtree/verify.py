@@ -249,20 +249,20 @@ class TargetVerifier:
     def _find(self, sessions: SessionBatch) -> list[Session | None]:
         return [self.sessions.find(*row) for row in verify_batch.session_rows(sessions)]
 
+    @property
+    def _readers(self) -> Steps | None:
+        """Prepared steps that prompts can go through: recurrent states take a chunk in as a whole."""
+        return self._steps if self.pool.states is None else None
+
     def _groups(self, counts: Mapping[int, int]) -> list[list[int]]:
         """Which places of a batch read their chunks together."""
-        places = list(counts)
-        if self._steps is None or self.pool.states is not None:
-            return [places]
-        return [
-            [places[at] for at in group] for group in staging.grouped(self._steps.rows, list(counts.values()))
-        ]
+        steps = self._readers
+        return [list(counts)] if steps is None else staging.grouped(steps.rows, counts)
 
     def _read(self, sessions: Sequence[Session], chunks: Sequence[Sequence[int]]) -> staging.Read:
         """Run the target over chunks of prompts, as a captured step where one of their size is prepared."""
-        read = None
-        if self._steps is not None and self.pool.states is None:
-            read = staging.read_prepared(self._steps, sessions, chunks)
+        steps = self._readers
+        read = None if steps is None else staging.read_prepared(steps, sessions, chunks)
         return read or staging.read(self.target, self.pool, sessions, chunks)
 
     def _stage(self, sessions: Sequence[Session], trees: TreeBatch, roots: Sequence[int]) -> Staged:

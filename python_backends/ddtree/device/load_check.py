@@ -91,7 +91,8 @@ def _check_reading(
     most = max((size.nodes + 1 for size in steps.sizes if size.places == 1), default=0)
     first = max(1, len(ids) - most)
     _open(verifier, _AT_ONCE, ids[:first])
-    session = next(one for one in verifier.sessions if one.session_id == _AT_ONCE)
+    session = verifier.sessions.find(_AT_ONCE, 0, first)
+    assert session is not None, "it was opened just now"
     chunk = ids[first:].tolist()
     captured = read_prepared(steps, [session], [chunk])
     if captured is None:

@@ -27,6 +27,7 @@ from tests.fakes.device import DEVICE
 from tests.fakes.device_step import fused_of
 from tests.fakes.hybrid_families import make_hybrid
 from tests.fakes.hybrid_runner import HybridRunner, PlainTarget, RunningSequence, Tree
+from tests.fakes.kept_weights import assert_fused_in_place
 from tests.fakes.random_trees import depths_of, path_to, random_parents
 from tests.fakes.target_families import LAYERS
 
@@ -205,13 +206,7 @@ def test_weights_and_other_forwards_stay_as_they_are(tmp_path: Path) -> None:
     """Names and values; each in memory once; and what prompts are read with, bit for bit."""
     target = load(tmp_path, "qwen3.5")
     expected = prompt_logits(target)
-    before = {name: tensor.clone() for name, tensor in target.model.state_dict().items()}
-    classes = [type(module) for module in target.model.modules()]
-    assert fuse(target.model) == LAYERS
-    after = target.model.state_dict()
-    assert list(after) == list(before)
-    assert all(torch.equal(after[name], before[name]) for name in before)
-    assert [type(module) for module in target.model.modules()] == classes
+    assert_fused_in_place(target.model, LAYERS)
     assert torch.equal(prompt_logits(target), expected)
     stack: Any = target.model.model.layers
     mixer, attention = stack[0].linear_attn, stack[3].self_attn

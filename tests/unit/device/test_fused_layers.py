@@ -39,6 +39,7 @@ from tests.fakes.device_step import (
     reference,
     run,
 )
+from tests.fakes.kept_weights import assert_fused_in_place
 
 FAMILY_NAMES = ("llama, tied and biased", "qwen2, sliding", "qwen3, sliding", "mistral")
 
@@ -87,13 +88,7 @@ def test_half_precision_over_measured_products_stays_close_to_float32(tmp_path: 
 
 
 def test_weights_keep_their_names_and_values_and_are_in_memory_once(llama: TargetModel) -> None:
-    before = {name: tensor.clone() for name, tensor in llama.model.state_dict().items()}
-    classes = [type(module) for module in llama.model.modules()]
-    assert fuse(llama.model) == LAYERS
-    after = llama.model.state_dict()
-    assert list(after) == list(before)
-    assert all(torch.equal(after[name], before[name]) for name in before)
-    assert [type(module) for module in llama.model.modules()] == classes
+    assert_fused_in_place(llama.model, LAYERS)
     first: Any = llama.model.model.layers[0]
     attention, mlp = first.self_attn, first.mlp
     for merged, parts in (

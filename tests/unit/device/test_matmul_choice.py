@@ -6,7 +6,7 @@ import json
 import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -15,57 +15,12 @@ from torch.nn import functional
 
 from ddtree.device.kernels.matmul import multiply
 from ddtree.device.matmul_candidates import BUCKETS, Bucket, Config, ProductKind, bucket_of, candidates
-from ddtree.device.matmul_choice import MatmulChooser, SmallLinear, eager_gate, library_product
+from ddtree.device.matmul_choice import MatmulChooser, SmallLinear
 from ddtree.device.matmul_file import ChoiceFile
 from tests.fakes.device import DEVICE
+from tests.fakes.matmul_bench import BF16, CPU, Bench, weight_of
 
-CPU = torch.device("cpu")
-BF16 = torch.bfloat16
 SIXTEEN = next(bucket for bucket in BUCKETS if bucket.most == 16)
-
-
-@dataclass
-class Bench:
-    """Kernels and a clock: every form takes the time it is given, and some compute nonsense."""
-
-    micros: Callable[[Config | None, int], float]  # of a config, or of the library, for a number of rows
-    wrong: Callable[[Config], bool] = lambda _: False
-    broken: Callable[[Config], bool] = lambda _: False
-    used: list[tuple[Config, int]] = field(default_factory=list)
-    measured: int = 0
-
-    def multiply(
-        self,
-        rows: torch.Tensor,
-        weight: torch.Tensor,
-        config: Config,
-        bias: torch.Tensor | None = None,
-        residual: torch.Tensor | None = None,
-        *,
-        gated: bool = False,
-    ) -> torch.Tensor:
-        self.used.append((config, len(rows)))
-        if self.broken(config):
-            raise RuntimeError("out of resource: shared memory")
-        product = library_product(rows, weight, bias, residual, gate=eager_gate if gated else None)
-        if self.wrong(config):
-            product[-1, -1] += 1.0 + product.abs().max()
-        return product
-
-    def timer(self, run: Callable[[], None]) -> float:
-        """The library's time when none of the kernels is launched."""
-        self.measured += 1
-        before = len(self.used)
-        run()
-        launched = self.used[before:]
-        return 8 * self.micros(launched[-1][0] if launched else None, launched[-1][1] if launched else 0)
-
-    def chooser(self, folder: Path | None = None) -> MatmulChooser:
-        return MatmulChooser(CPU, folder, timer=self.timer, multiply=self.multiply)
-
-
-def weight_of(rows: int = 64, size: int = 64, dtype: torch.dtype = BF16) -> torch.Tensor:
-    return torch.randn((rows, size), generator=torch.Generator().manual_seed(0)).to(dtype)
 
 
 def all_for(weight: torch.Tensor, bucket: Bucket = SIXTEEN) -> tuple[Config, ...]:

@@ -29,12 +29,12 @@ def rows(sequences: int, nodes: int) -> int | None:
     ],
 )
 def test_chunks_of_about_one_length_share_a_step(lengths: list[int], expected: list[list[int]]) -> None:
-    assert grouped(rows, lengths) == expected
+    assert grouped(rows, dict(enumerate(lengths))) == expected
 
 
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=40))
 def test_every_chunk_is_read_once_and_fits(lengths: list[int]) -> None:
-    groups = grouped(rows, lengths)
+    groups = grouped(rows, dict(enumerate(lengths)))
     assert sorted(place for group in groups for place in group) == list(range(len(lengths)))
     for group in groups:
         longest, shortest = (pick(lengths[place] for place in group) for pick in (max, min))

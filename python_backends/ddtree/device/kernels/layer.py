@@ -223,7 +223,7 @@ def gate(
 
 
 @triton.jit
-def _open_kernel(attended, packed, width, row_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def _open_gates_kernel(attended, packed, width, row_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_column = column < width
     at = row * width + column
@@ -242,7 +242,7 @@ def open_gates(
     """Multiply every query head's output by the sigmoid of its gate; gives `attended`."""
     rows, width = attended.shape
     assert heads.is_gated, "every query head has a gate behind it"
-    _open_kernel[(rows, triton.cdiv(width, _GATE_BLOCK))](
+    _open_gates_kernel[(rows, triton.cdiv(width, _GATE_BLOCK))](
         attended, packed, width, packed.stride(0), SIZE=heads.size, BLOCK=_GATE_BLOCK, num_warps=4
     )
     return attended
