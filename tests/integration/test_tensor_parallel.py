@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
 import signal
@@ -30,6 +31,7 @@ from ddtree.parallel.group import WorkerGroup
 from ddtree.parallel.ranks import open_store
 from ddtree.parallel.target import ParallelTarget
 from ddtree.params import GenerationParams
+from ddtree.stages.in_process import InProcessStages
 from ddtree.verify import TargetVerifier, VerifierLimits
 from tests.fakes.pipeline import GreedyReference, generate_all, make_oracle, running_engine
 from tests.fakes.random_trees import depths_of, path_to, random_parents, sees_of
@@ -214,10 +216,18 @@ def test_a_lost_worker_is_an_error_in_time_and_leaves_nothing(
     decoding = Decoding(divided(ranks, checkpoints["llama"]))
     verifier = verifier_over(decoding.target)
     decoding = Decoding(decoding.target)
+    stages = InProcessStages(verifier, make_oracle(checkpoints["llama"], noise=0.0))
     group = ranks()
     decoding.step(torch.arange(9), CHAINS)
     assert verifier.info().vocab_size == COMMON["vocab_size"]
-    notice = verifier.info if how == "killed" else lambda: decoding.step(torch.arange(9), CHAINS)
+    asyncio.run(stages.check())
+
+    def notice() -> None:
+        if how == "killed":  # the only one that shows while nothing runs
+            asyncio.run(stages.check())
+        else:
+            decoding.step(torch.arange(9), CHAINS)
+
     break_a_worker(group, how)
     started = time.monotonic()
     with pytest.raises(Unavailable, match=rf"2 processes, is not healthy: .*{reason}.*; it works again when"):
@@ -226,9 +236,12 @@ def test_a_lost_worker_is_an_error_in_time_and_leaves_nothing(
     started = time.monotonic()
     with pytest.raises(Unavailable, match="is not healthy"):  # what the watchdog asks, and what it looks for
         verifier.info()
+    with pytest.raises(Unavailable, match="is not healthy"):  # the same where both are one process
+        asyncio.run(stages.check())
     with pytest.raises(Unavailable, match=reason):
         decoding.step(torch.arange(9), CHAINS)
     assert time.monotonic() - started < 1
+    asyncio.run(stages.close())
     assert not workers_left()
     assert not dist.is_initialized()
 

@@ -154,6 +154,11 @@ class WorkerGroup:
                 raise self._lose(TimeoutError(f"a step took longer than {self.limits.step_s:g} s"))
             time.sleep(0)
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether no worker is lost. Any thread may ask: it only looks, and `check` does what follows."""
+        return not self.lost and all(worker.process.poll() is None for worker in self.workers)
+
     def check(self) -> None:
         """Look whether every worker lives.
 
@@ -162,7 +167,7 @@ class WorkerGroup:
         """
         if self.lost:
             raise self._unavailable()
-        if any(worker.process.poll() is not None for worker in self.workers):
+        if not self.is_whole:
             raise self._lose(None)
 
     def close(self) -> None:

@@ -79,6 +79,11 @@ class ParallelTarget:
         return cls(group, shard)
 
     @property
+    def is_whole(self) -> bool:
+        """Whether every rank is there, see `WorkerGroup.is_whole`; any thread may ask."""
+        return self._group.is_whole
+
+    @property
     def vocab_size(self) -> int:
         """Tokens of the vocabulary.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from ddtree.device.messages import RoundRequest, RoundResult, RoundSizes
 from ddtree.errors import ConfigError
@@ -93,4 +93,17 @@ class Stages(Protocol):
 
     async def close(self) -> None:
         """Give back what the stages hold; nothing may be called after it."""
+        ...
+
+
+@runtime_checkable
+class OwnStages(Protocol):
+    """Stages of this process: what they have lost for good comes back when this process is loaded again."""
+
+    async def check(self) -> None:
+        """Look whether they can work; waits for nothing while they can.
+
+        Raises:
+            Unavailable: they cannot.
+        """
         ...

@@ -17,6 +17,7 @@ import torch
 
 from ddtree.device.messages import RoundRequest, RoundResult, RoundSizes
 from ddtree.events import Observe, ignore, watch_call
+from ddtree.parallel.target import ParallelTarget
 from ddtree.stages.base import DRAFTER, TARGET_VERIFIER, TREE_BUILDER, StageInfo
 from ddtree.tree import build_trees
 from ddtree.types import (
@@ -122,6 +123,16 @@ class InProcessStages:
         verifier = await self._ask(TARGET_VERIFIER, "describe", self.verifier.info)
         drafter = await self._ask(DRAFTER, "describe", self.drafter.info)
         return StageInfo(verifier, drafter, None if self._rounds is None else self)
+
+    async def check(self) -> None:
+        """Look whether every process of a divided target lives; see `OwnStages`.
+
+        Raises:
+            Unavailable: one is lost, and with it the target.
+        """
+        target = self.verifier.target
+        if isinstance(target, ParallelTarget) and not target.is_whole:
+            await self._run(self.verifier.info)  # on its thread, where the rest can be ended
 
     @property
     def sizes(self) -> RoundSizes:

@@ -29,7 +29,7 @@ from ddtree.live import Sink
 from ddtree.params import GenerationParams, validate
 from ddtree.raw_request import RawRequest
 from ddtree.scheduler import Scheduler
-from ddtree.stages.base import Stages
+from ddtree.stages.base import OwnStages, Stages
 from ddtree.stages.bls import BlsStages
 from ddtree.stages.patience import PatienceLimits, PatientCall
 from ddtree.text import TextCodec
@@ -88,9 +88,11 @@ class Orchestrator:
         outputs: frozenset[str] = frozenset(),
         gate: DrainGate | None = None,
         thinking: ThinkingAdvice | None = None,
+        own: OwnStages | None = None,
     ) -> None:
-        """Take the engine and `outputs`, the names a request asks for that lists none: all declared ones."""
+        """Take the engine; `outputs`, asked for by who lists none; and `own`, this process's stages."""
         self._thinking = thinking
+        self._own = own
         self._gate = gate or DrainGate(None)
         self._engine = engine
         self._text = text
@@ -147,6 +149,8 @@ class Orchestrator:
             parsed = parse(read_inputs(request), request.timeout())
             if parsed.is_stop:
                 self._stop(request_id)
+                if self._own is not None:
+                    await self._own.check()  # a watchdog gives this order to see whether this process is well
                 channel.send(stop_outputs(), is_final=True)
                 ended = RequestEnded(watch, "stop_order")
             else:
@@ -269,6 +273,7 @@ class TritonPythonModel:
             _output_names(args),
             DrainGate(config.drain_file),
             ThinkingAdvice(config.draft, text.chat_template),
+            stages if isinstance(stages, OwnStages) else None,
         )
 
     async def execute(self, requests: Sequence[Any]) -> None:
