@@ -83,7 +83,9 @@ class Engine:
             self._stages, self._planner, feed_chunk=self._feed_chunk, observe=self._observe
         )
         if info.rounds is not None:
-            self._resident = ResidentRounds(info.rounds, self._planner, self._drafting.lost, self._timer)
+            self._resident = ResidentRounds(
+                info.rounds, self._planner, self._drafting.lost, self._timer, self._observe
+            )
         if self._loop_task is None:
             self._loop_task = asyncio.get_running_loop().create_task(self._run(), name="ddtree-engine")
 

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddtree.device.messages import NO_DRAFTER, RoundResult, RoundSizes
+from ddtree.events import FellBack, Observe, ignore
 from ddtree.live import Live
 from ddtree.planner import RoundPlanner
 from ddtree.stages.base import WholeRounds
@@ -63,6 +64,7 @@ class RoundChoice:
     typical: Forecast = field(default_factory=Forecast)  # of a sequence that has not drafted yet
     host_ms: float = 0.0  # of a round, beside what the device takes
     plain_rounds: int = 0  # since the last one with drafts
+    is_resting: bool = False  # whether trees do not pay; one may be tried all the same
     device_ms: dict[tuple[int, int], float] = field(init=False)  # as `sizes.ms`, by what rounds take since
     _nodes: NDArray[np.int64] = field(init=False, repr=False)  # those of `sizes`, ascending from 0
 
@@ -82,6 +84,8 @@ class RoundChoice:
             rate = (sequences + tokens) / (self.device_ms[(places, size)] + self.host_ms)
             if rate > best_rate:
                 best, best_rate = nodes, rate
+        if len(prepared) > 1:  # else there was no choice: what trees would pay is as unknown as before
+            self.is_resting = best == 0
         self.plain_rounds = 0 if best or fixed else self.plain_rounds + 1
         if self.plain_rounds > _TRY_EVERY:
             self.plain_rounds = 0
@@ -172,11 +176,13 @@ class ResidentRounds:
         planner: RoundPlanner,
         lost: Callable[[Live], None],
         timer: Callable[[], float] = time.perf_counter,
+        observe: Observe = ignore,
     ) -> None:
         self._rounds = rounds
         self._planner = planner
         self._lost = lost  # told of a sequence that the drafter did not have
         self._timer = timer
+        self._observe = observe
         self.choice = RoundChoice(rounds.sizes)
 
     def takes(self, batch: Sequence[Live]) -> bool:
@@ -238,6 +244,7 @@ class ResidentRounds:
         if free:
             sessions = [live.sequence.session_id for live in free]
             chosen = self.choice.nodes(sessions, fixed, len(batch), min(live.node_cap for live in free))
+            self._note_rest(free)
         budgets = [
             0 if not is_able else chosen if live.is_budget_open else live.node_cap
             for live, is_able in zip(batch, able, strict=True)
@@ -245,6 +252,14 @@ class ResidentRounds:
         nodes = self.choice.sizes.nodes_for(len(batch), max(budgets))
         assert nodes is not None, "`takes` looked at the fixed budgets, and a chosen one is a size"
         return budgets, nodes
+
+    def _note_rest(self, free: Sequence[Live]) -> None:
+        """Tell of those who begin to go on without drafts because these do not pay."""
+        is_resting = self.choice.is_resting
+        for live in free:
+            if is_resting and not live.outlook.is_resting:
+                self._observe(FellBack("not_paying"))
+            live.outlook.is_resting = is_resting
 
     @staticmethod
     def _follow(live: Live, has_drafter: bool, count: int) -> None:

@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from ddtree.device.messages import NO_DRAFTER, RoundResult, RoundSizes
+from ddtree.events import Event, FellBack
 from ddtree.live import Live
 from ddtree.resident import FinishedTrees, ResidentRounds, RoundChoice
 from ddtree.types import Status
@@ -192,6 +193,63 @@ class OneRound:
         """What is written down."""
         del request
         return self.result
+
+
+class HopelessRounds:
+    """Stages whose trees promise little and give nothing, and the planner that asks for them."""
+
+    def __init__(self, sizes: RoundSizes) -> None:
+        self.sizes = sizes
+
+    def resident(
+        self, batch: Sequence[Live], budgets: Sequence[int], epochs: Sequence[int], nodes: int
+    ) -> tuple[Sequence[int], int]:
+        """What matters here."""
+        del batch, epochs
+        return budgets, nodes
+
+    async def round(self, request: tuple[Sequence[int], int]) -> RoundResult:
+        """As many nodes as were asked for, in the time that so many take."""
+        budgets, nodes = request
+        none = torch.zeros(len(budgets), dtype=torch.int32)
+        paths = np.full((len(budgets), OPEN), -np.inf, dtype=np.float32)
+        for row, budget in zip(paths, budgets, strict=True):
+            row[:budget] = tree(0.05, budget)
+        device_ms = self.sizes.ms[self.sizes.places_for(len(budgets)) or 0, nodes]
+        counts, log_probs = torch.tensor(budgets, dtype=torch.int32), torch.from_numpy(paths)
+        return RoundResult(none, none, none[:, None], none, none, counts, log_probs, {"verify": device_ms})
+
+
+async def test_who_begins_to_go_on_without_drafts_is_told_once_each_time() -> None:
+    """Of two that leave it open, beside one that asked for seven nodes; a try of theirs ends no rest."""
+    lives = [make_live(number) for number in range(1, 4)]
+    lives[2].sequence.params = replace(lives[2].sequence.params, tree_budget=7)
+    for live, most in zip(lives, (OPEN, OPEN, 7), strict=True):
+        live.node_cap = most
+    stages = HopelessRounds(choice((5.0, 9.0, 12.0, 20.0)).sizes)
+    told: list[Event] = []
+    rounds = ResidentRounds(stages, stages, lambda _: None, lambda: 0.0, told.append)  # type: ignore[arg-type]
+
+    async def run(batch: list[Live], count: int) -> int:
+        """Gives how many of the rounds drafted."""
+        drafted = 0
+        for _ in range(count):
+            drafted += bool((await rounds.run(batch)).drafting)
+            for live in batch:
+                live.committed += 1
+        return drafted
+
+    assert await run(lives, 60) == 60
+    assert not told, "the round is as large as the third asks anyway, so theirs cost nothing"
+    assert await run(lives[:2], 100) == 3, "tries"
+    assert told == [FellBack("not_paying")] * 2
+    for session in (1, 2):
+        for _ in range(40):
+            learn(rounds.choice, session, tree(0.9, 7), 5)
+    await run(lives[:2], 1)
+    assert not any(live.outlook.is_resting for live in lives)
+    await run(lives[:2], 100)
+    assert told == [FellBack("not_paying")] * 4
 
 
 async def test_a_round_is_learnt_from_where_its_size_was_chosen_and_followed_where_it_was_held() -> None:
