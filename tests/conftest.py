@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from ddtree_local.command import OWNER_VARIABLE
 from ddtree_local.demo_target import ensure_demo_target
@@ -25,6 +27,19 @@ if not Path("/dev/nvidia0").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 # A shell's background job ignores Ctrl-C, and so would every program that a test starts and then interrupts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+# Every run tries the same examples, and none is too slow for a machine that does other things as well.
+# `--hypothesis-profile=search` looks for new ones.
+_PATIENT = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("search", parent=_PATIENT)
+settings.register_profile("gate", parent=_PATIENT, derandomize=True, database=None)
+settings.load_profile("gate")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """A test's random numbers do not depend on which tests ran before it."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
 
 
 @dataclass(frozen=True)

@@ -133,17 +133,19 @@ def test_a_curve_that_cannot_be_is_refused(
         CostCurve(rows, ms)
 
 
-class SleepyStep:
-    """Sleeps a millisecond per row, and far longer on the calls (of a row count) in `slow_calls`."""
+class SlowStep:
+    """Takes a millisecond per row, and far longer on the calls (of a row count) in `slow_calls`."""
 
-    def __init__(self, slow_calls: tuple[int, ...]) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, slow_calls: tuple[int, ...] = ()) -> None:
         self.calls: list[int] = []
         self._slow_calls = slow_calls
+        self._now_s = 0.0
+        monkeypatch.setattr(time, "perf_counter", lambda: self._now_s)
 
     def __call__(self, rows: int) -> None:
         self.calls.append(rows)
         is_slow = self.calls.count(rows) in self._slow_calls
-        time.sleep(rows * 1e-3 + (0.2 if is_slow else 0))
+        self._now_s += rows * 1e-3 + (0.2 if is_slow else 0)
 
 
 @pytest.mark.parametrize(
@@ -153,17 +155,18 @@ class SleepyStep:
         pytest.param(3, (2, 4), id="hiccups do not, though they are most calls"),
     ],
 )
-def test_measuring_takes_the_fastest_of_warm_calls(repeats: int, slow_calls: tuple[int, ...]) -> None:
-    step = SleepyStep(slow_calls)
+def test_measuring_takes_the_fastest_of_warm_calls(
+    monkeypatch: pytest.MonkeyPatch, repeats: int, slow_calls: tuple[int, ...]
+) -> None:
+    step = SlowStep(monkeypatch, slow_calls)
     curve = measure(step, (1, 8), repeats)
     assert curve.rows == (1, 8)
     assert step.calls == [1, 8] * (repeats + 1), "row counts take turns"
-    assert 1 <= curve.ms[0] < 60
-    assert 8 <= curve.ms[1] < 60
+    assert curve.ms == pytest.approx((1, 8))
 
 
-def test_what_computes_for_long_is_not_measured_with_still_more_rows() -> None:
-    step = SleepyStep(())
+def test_what_computes_for_long_is_not_measured_with_still_more_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = SlowStep(monkeypatch)
     assert measure(step, (1, 64, 128, 256), 1, enough_ms=100).rows == (1, 64, 128)
     assert measure(step, (1, 64, 128, 256), 1, enough_ms=50).rows == (1, 64)
     assert measure(step, (1, 32, 48, 64), 1, enough_ms=0).rows == (1, 32, 48, 64), "few rows may cost nothing"
