@@ -15,6 +15,7 @@ import pytest
 import tritonclient.grpc as grpc
 
 from ddtree_client.errors import DDTreeClientError
+from ddtree_local.ports import choose_ports
 from tests.deploy.conftest import Observed
 from tests.deploy.prometheus.scraping import Scrape, at_rest, scrape
 from tests.deploy.prometheus.server import promtool
@@ -37,7 +38,8 @@ READER = """
 import sys, time
 from ddtree_client import Client
 stream = Client(sys.argv[1]).stream(input_ids=[4] * 8, max_tokens=490, ignore_eos=True, draft_mode="off")
-next(iter(stream))
+chunks = iter(stream)  # held: a stream whose chunks nobody reads is cancelled
+next(chunks)
 print("reading", flush=True)
 time.sleep(60)
 """
@@ -67,7 +69,7 @@ def test_numbers_are_those_of_the_answers(server: OracleServer) -> None:
             client.generate(input_ids=[n + 1] * 9, max_tokens=24, ignore_eos=True, **options[n % 4]).stats
             for n in range(8)
         ]
-    after = at_rest(address)
+    after = at_rest(address, before, requests=8)
     assert grown(before, after, "requests_total", outcome="completed") == 8
     assert grown(before, after, "prompt_tokens_total") == 72
     assert grown(before, after, "emitted_tokens_total") == sum(each.output_tokens for each in stats)
@@ -103,7 +105,7 @@ def test_a_perfect_oracle_shows_as_its_block_size(server: OracleServer) -> None:
             client.generate(
                 input_ids=[3] * 5, max_tokens=1 + 3 * BLOCK_SIZE, ignore_eos=True, tree_budget=BLOCK_SIZE - 1
             )
-        after = at_rest(server.triton.metrics_url)
+        after = at_rest(server.triton.metrics_url, before, requests=1)
     finally:
         server.set_noise(0.6)
     assert grown(before, after, "acceptance_length_sum") == 3 * BLOCK_SIZE
@@ -119,7 +121,7 @@ def test_a_request_of_several_rows_counts_once_and_its_tokens_all(server: Oracle
         rows = np.array([[5, 6, 7], [8, 9, 10]], dtype=np.int32)
         stream.ask({"input_ids": rows, "max_tokens": ints(6, 6), "ignore_eos": flags(True, True)})
         client.stop_stream()
-    after = at_rest(server.triton.metrics_url)
+    after = at_rest(server.triton.metrics_url, before, requests=1)
     assert (
         grown(before, after, "requests_total")
         == grown(before, after, "time_to_first_token_seconds_count")
@@ -159,7 +161,7 @@ def test_callers_who_go_away_in_every_way(server: OracleServer) -> None:
         assert killed.stdout is not None
         assert killed.stdout.readline() == b"reading\n"
         killed.send_signal(signal.SIGKILL)
-    after = at_rest(server.triton.metrics_url)
+    after = at_rest(server.triton.metrics_url, before, requests=2)
     assert grown(before, after, "cancellations_total", cause="client_gone") == 2
     assert grown(before, after, "requests_total", outcome="cancelled") == 2
     assert grown(before, after, "requests_total", outcome="completed") == 0
@@ -169,7 +171,7 @@ def test_a_refusal_is_no_error_of_the_server(server: OracleServer) -> None:
     before = at_rest(server.triton.metrics_url)
     with server.client() as client, pytest.raises(DDTreeClientError, match="max_tokens"):
         client.generate(input_ids=[1], max_tokens=-1)
-    after = at_rest(server.triton.metrics_url)
+    after = at_rest(server.triton.metrics_url, before, requests=1)
     assert (
         grown(before, after, "requests_total", outcome="invalid")
         == grown(before, after, "requests_total")
@@ -187,11 +189,12 @@ def test_one_request_shows_soon(server: OracleServer) -> None:
             "draft_mode": "off",
         }
         with client.stream(**options) as stream:
-            next(iter(stream))
-            shown = [scrape(server.triton.metrics_url).total("ddtree_active_requests")]
-            while shown[-1] == 0 and len(shown) < 50:
-                shown.append(scrape(server.triton.metrics_url).total("ddtree_active_requests"))
-    assert shown[-1] == 1
+            chunks = iter(stream)  # held: a stream whose chunks nobody reads is cancelled
+            next(chunks)
+            shown = 0.0
+            while not shown and server.held().sessions:
+                shown = scrape(server.triton.metrics_url).total("ddtree_active_requests")
+    assert shown == 1, "the answer was complete before the request showed"
     at_rest(server.triton.metrics_url)
 
 
@@ -231,18 +234,19 @@ def test_eight_streams_at_once_and_the_server_lives(server: OracleServer) -> Non
 
     with ThreadPoolExecutor(8) as pool:
         tokens = list(pool.map(one, range(80)))
-    after = at_rest(server.triton.metrics_url)
+    after = at_rest(server.triton.metrics_url, before, requests=80)
     assert grown(before, after, "emitted_tokens_total") == sum(tokens)
 
 
 @pytest.mark.parametrize("server", ["in_process"], indirect=True)
 def test_the_command_bench_serves_its_own_numbers_meanwhile(
-    server: OracleServer, unused_tcp_port: int
+    server: OracleServer,
 ) -> None:
+    port = choose_ports("127.0.0.1", None, None, None).http
     command = [sys.executable, "-c", "from ddtree_client.cli import main; main()", "bench",
                "--url", server.triton.grpc_url, "--draft-mode", "off", "--requests", "30", "--raw",
-               "--max-tokens", "120", "--ignore-eos", "--metrics-port", str(unused_tcp_port)]  # fmt: skip
-    address = f"127.0.0.1:{unused_tcp_port}"
+               "--max-tokens", "120", "--ignore-eos", "--metrics-port", str(port)]  # fmt: skip
+    address = f"127.0.0.1:{port}"
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as bench:
         readings = []
         while bench.poll() is None:

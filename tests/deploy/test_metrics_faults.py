@@ -6,8 +6,9 @@ import json
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import tritonclient.grpc as grpc
@@ -15,17 +16,34 @@ import tritonclient.grpc as grpc
 from ddtree_client.errors import DDTreeClientError
 from ddtree_local.server import LocalTriton
 from tests.deploy.conftest import StartOracle
-from tests.deploy.prometheus.scraping import at_rest, scrape
+from tests.deploy.prometheus.scraping import Scrape, at_rest, scrape
 from tests.triton.oracle_server import OracleServer
 
 pytestmark = pytest.mark.triton
 
+Found = TypeVar("Found")
 WORDS = "Zaphod keeps the Heart of Gold in bay 42"
 
 
 def records(server: OracleServer) -> list[dict[str, Any]]:
-    lines = server.triton.log_path.read_text().splitlines()
-    return [json.loads(line) for line in lines if line.startswith("{")]
+    lines = server.triton.log_path.read_text().splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.startswith("{") and line.endswith("\n")]
+
+
+def records_of(server: OracleServer, **values: object) -> list[dict[str, Any]]:
+    """The lines with these values, once there is one: a request's line follows its answer."""
+    return waited_for(
+        lambda: [one for one in records(server) if values.items() <= one.items()], f"no line has {values}"
+    )
+
+
+def waited_for(look: Callable[[], Found], otherwise: str) -> Found:
+    """What `look` finds, as soon as it finds something."""
+    deadline = time.monotonic() + 30
+    while not (found := look()):
+        assert time.monotonic() < deadline, otherwise
+        time.sleep(0.05)
+    return found
 
 
 # --- logs
@@ -40,12 +58,11 @@ def test_logs_are_json_with_ids_and_without_a_word_of_anybody(server: OracleServ
         for options in bad:
             with pytest.raises(DDTreeClientError):
                 client.generate(prompt=WORDS, **options)
-    time.sleep(0.2)
+    (line,) = records_of(server, request_id=request_id)
     log = server.triton.log_path.read_text()
     assert WORDS not in log
     assert "Zaphod" not in log
     assert text not in log or len(text.strip()) < 4
-    (line,) = [one for one in records(server) if one.get("request_id") == request_id]
     assert line["outcome"] == "completed"
     assert (line["level"], line["component"]) == ("info", "ddtree")
     assert line["output_tokens"] == 9
@@ -68,22 +85,27 @@ def test_a_dead_stage_is_told_and_requests_end(start_oracle: StartOracle) -> Non
             with pytest.raises(DDTreeClientError) as raised:
                 client.generate(input_ids=[1, 2, 3], max_tokens=4)
             assert raised.value.code == "UNAVAILABLE"
-    time.sleep(2.0)
-    reading = scrape(address)
-    assert reading.total("ddtree_stage_up", stage="target_verifier") == 0
-    assert reading.total("ddtree_stage_errors_total", stage="target_verifier") >= 2
-    assert reading.total("ddtree_requests_total", outcome="unavailable") == 2
-    assert reading.total("ddtree_active_requests") == reading.total("ddtree_queued_requests") == 0
-    assert [one["reason"] for one in records(server) if one.get("outcome") == "unavailable"]
+    waited_for(lambda: _tells_of_two_lost_requests(scrape(address)), "the lost requests are not counted")
+    assert all(one["reason"] for one in records_of(server, outcome="unavailable"))
     server.triton.stop()
+
+
+def _tells_of_two_lost_requests(reading: Scrape) -> bool:
+    stage = {"stage": "target_verifier"}
+    return (
+        reading.total("ddtree_stage_up", **stage) == 0
+        and sum(reading.values("ddtree_stage_errors_total", **stage)) >= 2
+        and sum(reading.values("ddtree_requests_total", outcome="unavailable")) == 2
+        and reading.total("ddtree_active_requests") == reading.total("ddtree_queued_requests") == 0
+    )
 
 
 def test_a_server_without_metrics_serves_all_the_same(start_oracle: StartOracle) -> None:
     server = start_oracle("in_process", extra_args=("--allow-metrics=false",))
     with server.client() as client:
         assert len(client.generate(input_ids=[1, 2, 3], max_tokens=7, ignore_eos=True).token_ids) == 7
-    time.sleep(0.3)  # the line follows the answer
-    assert [one["outcome"] for one in records(server) if "outcome" in one] == ["completed"]
+    (line,) = records_of(server, component="ddtree", outcome="completed")
+    assert [one for one in records(server) if "outcome" in one] == [line]
     server.triton.stop()
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import random
 import time
-import urllib.request
 
 import pytest
 
 from ddtree_client import Result
+from tests.deploy.prometheus.scraping import Scrape, at_rest, scrape
 from tests.triton.oracle_server import OracleServer
 
 pytestmark = pytest.mark.triton
@@ -16,19 +16,23 @@ pytestmark = pytest.mark.triton
 PAGE = 64  # the default
 
 
-def hit_tokens(server: OracleServer) -> float:
+def hit_tokens(reading: Scrape) -> float:
     """Prompt tokens found in the cache so far."""
-    with urllib.request.urlopen(f"http://{server.triton.metrics_url}/metrics", timeout=10) as answer:
-        lines = answer.read().decode().splitlines()
-    return sum(float(line.split()[-1]) for line in lines if line.startswith("ddtree_prefix_cache_hit_tokens"))
+    return sum(reading.values("ddtree_prefix_cache_hit_tokens_total"))
 
 
 def wait_for_hits(server: OracleServer, expected: float) -> None:
     """Metrics are published a moment later."""
-    deadline = time.monotonic() + 5
-    while (shown := hit_tokens(server)) != expected:
+    deadline = time.monotonic() + 30
+    while (shown := hit_tokens(scrape(server.triton.metrics_url))) != expected:
         assert time.monotonic() < deadline, f"{shown} cached tokens are counted, {expected} were hit"
-        time.sleep(0.1)
+        time.sleep(0.05)
+
+
+def hits_until_now(server: OracleServer) -> float:
+    """Prompt tokens found in the cache by requests that have ended, though they may have just now."""
+    ask(server, [1])  # the numbers come with the first request
+    return hit_tokens(at_rest(server.triton.metrics_url))
 
 
 def ask(server: OracleServer, prompt: list[int], **options: object) -> Result:
@@ -39,7 +43,7 @@ def ask(server: OracleServer, prompt: list[int], **options: object) -> Result:
 def test_the_second_request_is_a_hit_with_the_same_answer(oracle_server: OracleServer) -> None:
     source = random.Random(77)
     prompt = [source.randrange(256) for _ in range(2 * PAGE + 20)]
-    before = hit_tokens(oracle_server)
+    before = hits_until_now(oracle_server)
     expected = oracle_server.reference(prompt, 40)
     for hits in (0, 2 * PAGE, 4 * PAGE):
         assert list(ask(oracle_server, prompt).token_ids) == expected

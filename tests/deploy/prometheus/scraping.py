@@ -12,8 +12,10 @@ _LABEL = re.compile(r'(\w+)="([^"]*)"')
 # What must be zero when nothing runs.
 AT_REST = ("ddtree_active_requests", "ddtree_queued_requests", "ddtree_sequences", "ddtree_kv_pages_used",
            "ddtree_sessions")  # fmt: skip
-_REST_S = 20.0
+_ENDED = "ddtree_requests_total"
+_REST_S = 30.0
 _PUBLISHED_S = 0.6  # the end of the last request is published some 0.1 s later, on a quiet machine
+_SETTLED_S = 0.1  # a publication takes a few milliseconds
 
 
 @dataclass(frozen=True)
@@ -21,6 +23,11 @@ class Scrape:
     """One reading of a port."""
 
     text: str
+
+    @property
+    def ours(self) -> str:
+        """The lines of our own series."""
+        return "\n".join(line for line in self.text.splitlines() if line.startswith("ddtree_"))
 
     def has(self, name: str) -> bool:
         """Whether there is a sample of a name."""
@@ -67,15 +74,26 @@ def scrape(address: str) -> Scrape:
         return Scrape(answer.read().decode())
 
 
-def at_rest(address: str) -> Scrape:
-    """The first reading that says that nothing runs and nothing is held, of what happened before now."""
-    time.sleep(_PUBLISHED_S)
+def at_rest(address: str, since: Scrape | None = None, *, requests: int = 0) -> Scrape:
+    """The first reading that says that nothing runs and nothing is held, of what happened before now.
+
+    Args:
+        address: of the port.
+        since: a reading from before the requests that are waited for; without one, some time is.
+        requests: how many have ended since then, whatever their outcome.
+    """
+    if since is None:
+        time.sleep(_PUBLISHED_S)
     deadline = time.monotonic() + _REST_S
+    last = ""
     while True:
         reading = scrape(address)
         # What the stages hold is there once they were asked.
-        busy = {name: reading.total(name) if reading.has(name) else -1 for name in AT_REST}
-        if not any(busy.values()):
+        missing = {name: reading.total(name) if reading.has(name) else -1 for name in AT_REST}
+        if since is not None:
+            missing[_ENDED] = max(0, requests - sum(reading.values(_ENDED)) + sum(since.values(_ENDED)))
+        if not any(missing.values()) and reading.ours == last:
             return reading
-        assert time.monotonic() < deadline, f"after {_REST_S:g} s without requests: {busy}"
-        time.sleep(0.2)
+        assert time.monotonic() < deadline, f"after {_REST_S:g} s: {missing}"
+        last = reading.ours
+        time.sleep(_SETTLED_S)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 import shutil
-import socket
 import subprocess
 import time
 import urllib.parse
@@ -21,6 +20,7 @@ from typing import Any
 
 import pytest
 
+from ddtree_local.ports import choose_ports
 from tests.deploy.kube.tools import ensure
 
 _START_S = 60.0
@@ -85,9 +85,7 @@ class Prometheus:
         self._url = ""
 
     def __enter__(self) -> Prometheus:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            address = f"127.0.0.1:{probe.getsockname()[1]}"
+        address = f"127.0.0.1:{choose_ports('127.0.0.1', None, None, None).http}"
         self._url = f"http://{address}"
         with (self._folder / "log").open("wb") as log:
             self._process = subprocess.Popen(

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from ddtree_client import Client
@@ -22,33 +23,47 @@ def script(*chunks: str, **more: Any) -> str:
 
 
 LONG = script(*["x"] * 400, delay_s=0.02)
-SLOW = script(*["✓✓✓"] * 8, delay_s=0.3)  # json.dumps escapes the marks: a terminal's echo of it has none
+NEVER = script("x", until="/nowhere")  # is answered when its caller has gone
+SLOW = script(*["✓✓✓"] * 40, delay_s=0.3)  # json.dumps escapes the marks: a terminal's echo of it has none
 
 
 def endings(client: Client) -> dict[str, int]:
-    """How the requests before this one ended, as the model saw it."""
+    """How many requests before this one were begun, and how they ended, as the model saw it."""
     counts: dict[str, int] = json.loads(client.generate('"report"').text)
     return counts
 
 
+@dataclass(frozen=True)
+class Watch:
+    """Looks from outside at what the server does for others."""
+
+    client: Client
+    before: dict[str, int]
+
+    def wait_for(self, what: str) -> dict[str, int]:
+        """Wait until there is one more of these; gives all counts."""
+        deadline = time.monotonic() + 30.0
+        while (now := endings(self.client))[what] == self.before[what]:
+            assert time.monotonic() < deadline, f"none was {what}: {now}"
+            time.sleep(0.02)
+        return now
+
+
 @contextmanager
-def one_cancelled(client: Client) -> Iterator[None]:
+def one_cancelled(client: Client) -> Iterator[Watch]:
     """The server sees exactly one request of the block cancelled, and none fail."""
-    before = endings(client)
-    yield
-    deadline = time.monotonic() + 5.0
-    while (now := endings(client))["cancelled"] == before["cancelled"] and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert now["cancelled"] == before["cancelled"] + 1
-    assert now["failed"] == before["failed"]
+    watch = Watch(client, endings(client))
+    yield watch
+    now = watch.wait_for("cancelled")
+    assert now["cancelled"] == watch.before["cancelled"] + 1
+    assert now["failed"] == watch.before["failed"]
 
 
 @asynccontextmanager
-async def one_cancelled_async(client: Client) -> AsyncIterator[None]:
+async def one_cancelled_async(client: Client) -> AsyncIterator[Watch]:
     """Like `one_cancelled`, without stopping the event loop."""
     check = one_cancelled(client)
-    await asyncio.to_thread(check.__enter__)
-    yield
+    yield await asyncio.to_thread(check.__enter__)
     await asyncio.to_thread(check.__exit__, None, None, None)
 
 

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from ddtree_client import AsyncClient, Client, DeadlineExceededError, IncompleteAnswerError, OverloadedError
-from tests.triton.client.contract_server import LONG, one_cancelled_async, script
+from tests.triton.client.contract_server import LONG, NEVER, one_cancelled_async, script
 
 pytestmark = pytest.mark.triton
 
@@ -26,9 +26,9 @@ async def test_async_streams_side_by_side(address: str) -> None:
 
 
 async def test_cancelling_the_task_cancels_on_the_server(client: Client, address: str) -> None:
-    async with AsyncClient(address) as other, one_cancelled_async(client):
+    async with AsyncClient(address) as other, one_cancelled_async(client) as server:
         task = asyncio.create_task(other.generate(LONG))
-        await asyncio.sleep(0.2)
+        await asyncio.to_thread(server.wait_for, "begun")
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -42,8 +42,8 @@ async def test_async_break_cancels_on_the_server(client: Client, address: str) -
             async for _ in stream:
                 break
         again = other.stream(LONG)
-        async with one_cancelled_async(client), again:
-            await asyncio.sleep(0.1)
+        async with one_cancelled_async(client) as server, again:
+            await asyncio.to_thread(server.wait_for, "begun")
         with pytest.raises(IncompleteAnswerError):
             _ = again.result
 
@@ -51,21 +51,30 @@ async def test_async_break_cancels_on_the_server(client: Client, address: str) -
 async def test_async_cancel_from_another_task_ends_the_loop_quietly(client: Client, address: str) -> None:
     async with AsyncClient(address) as other, one_cancelled_async(client):
         stream = other.stream(LONG)
-        asyncio.get_running_loop().call_later(0.2, stream.cancel)
-        texts = [chunk.text async for chunk in stream]
+        has_begun, texts = asyncio.Event(), list[str]()
+
+        async def cancel() -> None:
+            await has_begun.wait()
+            stream.cancel()
+
+        task = asyncio.create_task(cancel())
+        async for chunk in stream:
+            texts.append(chunk.text)
+            has_begun.set()
+        await task
         assert 0 < len(texts) < 400
 
 
 async def test_a_task_cancelled_right_after_its_stream_stays_cancelled(client: Client, address: str) -> None:
     async with AsyncClient(address) as other, one_cancelled_async(client):
-        stream = other.stream(LONG)
+        stream, has_begun = other.stream(LONG), asyncio.Event()
 
         async def read() -> None:
             async for _ in stream:
-                pass
+                has_begun.set()
 
         task = asyncio.create_task(read())
-        await asyncio.sleep(0.2)
+        await has_begun.wait()
         stream.cancel()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -74,8 +83,8 @@ async def test_a_task_cancelled_right_after_its_stream_stays_cancelled(client: C
 
 async def test_async_deadline(client: Client, address: str) -> None:
     async with AsyncClient(address) as other, one_cancelled_async(client):
-        with pytest.raises(DeadlineExceededError, match=r"within 0\.3 s"):
-            await other.generate(LONG, deadline_s=0.3)
+        with pytest.raises(DeadlineExceededError, match=r"within 0\.8 s"):
+            await other.generate(NEVER, deadline_s=0.8)
 
 
 async def test_async_error_text_becomes_an_exception(address: str) -> None:

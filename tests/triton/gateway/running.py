@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import httpx
@@ -12,7 +12,8 @@ import uvicorn
 
 from ddtree_gateway import Settings, create_app
 
-_START_S = 15.0
+_START_S = 60.0
+_SOON_S = 30.0
 
 
 class Gateway:
@@ -32,6 +33,14 @@ class Gateway:
         """Requests under way, by every gauge that counts them; asking is a request itself."""
         values = self.gauges()
         return sum(value for name, value in values.items() if "in_flight" in name) - 1
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    """Wait until something is so; what follows the last byte of an answer comes a moment after it."""
+    deadline = time.monotonic() + _SOON_S
+    while not condition():
+        assert time.monotonic() < deadline, f"not so within {_SOON_S:g} s"
+        time.sleep(0.02)
 
 
 @contextmanager

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import random
-import time
 
 import httpx
 import pytest
 
-from tests.triton.gateway.running import Gateway
+from tests.triton.gateway.running import Gateway, wait_until
 from tests.triton.oracle_server import OracleServer
 
 pytestmark = pytest.mark.triton
@@ -56,8 +55,5 @@ async def test_64_streams_with_random_departures_leave_nothing(
 
 
 def nothing_is_left(gateway: Gateway, server: OracleServer) -> None:
-    deadline = time.monotonic() + 10
-    while (count := gateway.in_flight()) != 0:
-        assert time.monotonic() < deadline, f"{count} requests are still under way"
-        time.sleep(0.05)
+    wait_until(lambda: gateway.in_flight() == 0)
     server.assert_quiet()

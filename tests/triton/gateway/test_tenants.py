@@ -10,7 +10,7 @@ import pytest
 from ddtree_gateway import Settings
 from tests.triton.gateway.running import running
 from tests.triton.oracle_server import OracleServer
-from tests.triton.test_prefix_cache import PAGE, hit_tokens, wait_for_hits
+from tests.triton.test_prefix_cache import PAGE, hits_until_now, wait_for_hits
 
 pytestmark = pytest.mark.triton
 
@@ -20,7 +20,7 @@ def test_only_callers_of_one_key_and_salt_share_prompts(tiny_server: OracleServe
     keys.write_text("ours\ntheirs\n")
     settings = Settings(endpoints=(tiny_server.triton.grpc_url,), served_names=("m",), api_keys=keys)
     prompt = [7 * n % 251 for n in range(PAGE + 9)]
-    before, hits = hit_tokens(tiny_server), 0
+    before, hits = hits_until_now(tiny_server), 0
     with running(settings) as gateway:
         for key, salt, is_hit in (
             ("ours", None, False), ("ours", None, True), ("theirs", None, False), ("theirs", None, True),

@@ -1,21 +1,24 @@
 """A model that keeps the client's contract and follows a script instead of decoding.
 
-The prompt of a row is JSON. An object is a script: ``chunks`` to send, ``delay_s`` before each, ``error`` to
-fail with before chunk ``error_at``, ``empty_final`` to send the final flag without data, ``truncated`` to
-leave the finish reason out. A chunk is one round, of as many tokens as it has characters. The string
-``"echo"`` answers with the row's tensors as JSON, ``"report"`` with how the requests so far ended. It knows
-no tokens, drafts or stages.
+The prompt of a row is JSON. An object is a script: ``chunks`` to send, ``delay_s`` before each, ``until``, a
+file that must be there before chunk ``until_at`` is sent, ``error`` to fail with before chunk ``error_at``,
+``empty_final`` to send the final flag without data, ``truncated`` to leave the finish reason out. A chunk is
+one round, of as many tokens as it has characters. The string ``"echo"`` answers with the row's tensors as
+JSON, ``"report"`` with how many scripts were begun and how the requests so far ended. It knows no tokens,
+drafts or stages.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
+_LOOK_S = 0.02  # between two looks whether the caller has gone
 FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 
 
@@ -23,7 +26,7 @@ class TritonPythonModel:
     """Plays the script of every row, and counts how the requests ended."""
 
     def initialize(self, _args: dict[str, str]) -> None:
-        self._ended = {"finished": 0, "cancelled": 0, "failed": 0}
+        self._ended = {"begun": 0, "finished": 0, "cancelled": 0, "failed": 0}
 
     async def execute(self, requests: list[Any]) -> None:
         await asyncio.gather(*(self._answer(request) for request in requests))
@@ -52,6 +55,8 @@ class TritonPythonModel:
                 script = _say({name: _row_values(tensor, row) for name, tensor in tensors.items()})
             elif script == "report":
                 script = _say(self._ended)
+            else:
+                self._ended["begun"] += 1
             scripts.append(script)
         return scripts
 
@@ -66,7 +71,7 @@ class TritonPythonModel:
         ]
         for row, index in turns:
             script = scripts[row]
-            await asyncio.sleep(script.get("delay_s", 0.0))
+            await _pause(sender, script, index)
             if sender.is_cancelled():
                 sender.send(flags=FINAL)
                 return "cancelled"
@@ -78,6 +83,20 @@ class TritonPythonModel:
             if is_last and is_empty_final:
                 sender.send(flags=FINAL)
         return "finished"
+
+
+async def _pause(sender: Any, script: dict[str, Any], index: int) -> None:
+    """What the script waits for before a chunk, or until the caller has gone."""
+    await asyncio.sleep(0)
+    left_s = script.get("delay_s", 0.0)
+    while (left_s > 0 or not _is_open(script, index)) and not sender.is_cancelled():
+        pause_s = min(left_s, _LOOK_S) if left_s > 0 else _LOOK_S
+        await asyncio.sleep(pause_s)
+        left_s -= pause_s
+
+
+def _is_open(script: dict[str, Any], index: int) -> bool:
+    return "until" not in script or index < script.get("until_at", 0) or Path(script["until"]).exists()
 
 
 def _say(value: Any) -> dict[str, Any]:
