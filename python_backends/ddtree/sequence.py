@@ -150,16 +150,20 @@ class Sequence:
         if not self._stop_ids.isdisjoint(kept):
             end = next(place for place, token in enumerate(kept) if token in self._stop_ids)
             del kept[end + 1 :]
-        # All at once, unless a stop string may be in the text: decoding is most of a round's time here.
+        # All at once, unless a stop string is in the text: decoding is most of a round's time here.
         ahead = self._detokenizer.fork() if self._stops.is_looking else self._detokenizer
         text = ahead.push(kept[:end])
-        if self._stops.may_find(text):
+        is_early = len(self.output_ids) < self.params.sampling.min_tokens
+        if is_early and self._stops.may_find(text):
+            return self._take_one_by_one(kept)
+        scan = self._stops.push(text)
+        if scan.stop is not None:
             return self._take_one_by_one(kept)
         self._detokenizer = ahead
         if end is None and len(kept) < left:
-            return kept, text, ""
+            return kept, scan.text, ""
         rest, is_stop = self._flush()
-        return kept, text + rest, "length" if end is None and not is_stop else "stop"
+        return kept, scan.text + rest, "length" if end is None and not is_stop else "stop"
 
     def _take_one_by_one(self, tokens: Tokens[int]) -> tuple[list[int], str, FinishReason]:
         """Take tokens so that the one that completes a stop string is known."""

@@ -16,7 +16,7 @@ class StopScan:
     """What may be shown after one piece of text."""
 
     text: str  # certain to come before any stop string
-    stop: str | None  # the stop string found; scanning is over then
+    stop: str | None  # the stop string found
 
 
 @dataclass
@@ -49,17 +49,20 @@ class StopFinder:
         return self.is_looking and not self._root.children.keys().isdisjoint(text)
 
     def push(self, text: str) -> StopScan:
-        """Take the next piece; what cannot belong to a stop string is given back."""
+        """Take the next piece; what cannot belong to a stop string is given back.
+
+        A piece in which one is found counts as not taken: it may come again in smaller ones, to see which of
+        them completes it.
+        """
         if not self.may_find(text):
             return StopScan(text, None)
-        pending = self._held + text
+        pending, node = self._held + text, self._node
         for index, character in enumerate(text, start=len(self._held) + 1):
-            self._node = _step(self._node, character)
-            if self._node.stop is not None:
-                self._held = ""
-                return StopScan(pending[: index - len(self._node.stop)], self._node.stop)
-        certain = len(pending) - self._node.depth
-        self._held = pending[certain:]
+            node = _step(node, character)
+            if node.stop is not None:
+                return StopScan(pending[: index - len(node.stop)], node.stop)
+        certain = len(pending) - node.depth
+        self._node, self._held = node, pending[certain:]
         return StopScan(pending[:certain], None)
 
     def finish(self) -> str:

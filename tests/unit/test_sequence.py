@@ -134,10 +134,30 @@ def test_a_stop_string_over_two_rounds_never_leaks(codec: TextCodec) -> None:
 
 
 def test_a_character_cut_by_a_round_outlives_a_closer_look(codec: TextCodec) -> None:
-    """The `X` may begin a stop string, so the second round's tokens are taken one by one after all."""
+    """The second round's tokens are taken one by one after all, to see which completes the stop string."""
     sequence, rocket = start(codec, stop_strings=("XY",)), codec.encode("\N{ROCKET}")
     assert sequence.append(rocket[:1]).text == ""
-    assert sequence.append([*rocket[1:], *letters(codec, "Xa")]).text == "\N{ROCKET}Xa"
+    assert sequence.append([*rocket[1:], *letters(codec, "aXYb")]).text == "\N{ROCKET}a"
+    assert len(sequence.output_ids) == len(rocket) + 3
+
+
+class CountingCodec(TextCodec):
+    """Counts how often ids are decoded."""
+
+    def decode(self, token_ids: Tokens[int]) -> str:
+        self.calls = getattr(self, "calls", 0) + 1
+        return super().decode(token_ids)
+
+
+def test_a_round_is_decoded_once_though_a_stop_string_may_begin_in_it() -> None:
+    calls = []
+    for stops in ((), ("a|", "ab|")):
+        counting = CountingCodec(tokenizers.byte_level(), stop_ids=frozenset({EOS}))
+        sequence = start(counting, stop_strings=stops)
+        for _ in range(20):
+            assert not sequence.append(letters(counting, "abca"), draft_tokens=4).finish_reason
+        calls.append(counting.calls)
+    assert calls[1] == calls[0]
 
 
 def test_held_back_text_comes_with_the_last_delta(codec: TextCodec) -> None:
@@ -183,14 +203,16 @@ def test_a_whole_path_counts_its_draft_tokens_without_the_bonus_token(codec: Tex
     cuts=st.lists(st.integers(1, 5), min_size=1, max_size=6),
     stops=st.lists(st.text("abXY ", min_size=1, max_size=3), max_size=2),
     max_tokens=st.integers(1, 20),
+    min_tokens=st.integers(0, 4),
 )
 def test_rounds_of_any_size_end_as_rounds_of_one_token(
-    codec: TextCodec, text: str, cuts: list[int], stops: list[str], max_tokens: int
+    codec: TextCodec, text: str, cuts: list[int], stops: list[str], max_tokens: int, min_tokens: int
 ) -> None:
     ids = [*letters(codec, text), EOS]
+    params = {"stop_strings": tuple(stops), "max_tokens": max_tokens}
     ends = []
-    for sizes in ([1], cuts):
-        sequence = start(codec, stop_strings=tuple(stops), max_tokens=max_tokens)
+    for kind, sizes in ((OneByOne, [1]), (Sequence, [1]), (Sequence, cuts)):
+        sequence = start(codec, kind=kind, sampling=SamplingSpec(min_tokens=min_tokens), **params)
         position, shown = 0, ""
         for turn in count():
             size = sizes[turn % len(sizes)]
@@ -199,6 +221,6 @@ def test_rounds_of_any_size_end_as_rounds_of_one_token(
             if delta.finish_reason:
                 break
         ends.append((shown, delta.finish_reason, sequence.output_ids))
-    assert ends[0] == ends[1]
+    assert ends[0] == ends[1] == ends[2]
     assert len(ends[0][2]) <= max_tokens
-    assert not any(stop in ends[0][0] for stop in stops)
+    assert min_tokens or not any(stop in ends[0][0] for stop in stops)
