@@ -230,8 +230,7 @@ class Drafter:
             start += count
 
     def _width(self, wanted: int) -> int:
-        choices = self._embedding.shape[0] if self._target_ids is None else len(self._target_ids)
-        return self.model.width(wanted, choices)
+        return self.model.width(wanted, self._embedding, self._target_ids)
 
     def _candidates(
         self, sessions: Sequence[Session], roots: torch.Tensor, depth: int, width: int

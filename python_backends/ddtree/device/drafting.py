@@ -161,8 +161,7 @@ class DeviceDraft:
 
     def width(self, wanted: int) -> int:
         """Candidates per position that `draft` gives when so many are wanted, see `DFlashDraft.width`."""
-        choices = self._embedding.shape[0] if self._target_ids is None else len(self._target_ids)
-        return self._model.width(wanted, choices)
+        return self._model.width(wanted, self._embedding, self._target_ids)
 
     @torch.inference_mode()
     def draft(self, roots: torch.Tensor, rows: DeviceRows, width: int) -> DeviceCandidates:

@@ -113,12 +113,16 @@ class DFlashDraft(nn.Module):
         normed: torch.Tensor = self.norm(hidden)
         return normed.view(num_sequences, block_size, hidden_size)
 
-    def width(self, wanted: int, choices: int) -> int:
-        """Candidates per position when so many are wanted of `choices` tokens to draft.
+    def width(self, wanted: int, embedding: torch.Tensor, target_ids: torch.Tensor | None) -> int:
+        """Candidates per position when so many are wanted.
 
-        A selector is made for a number of its own, whatever a tree can use.
+        There are no more than tokens to draft: those of the embedding `[V, H]` or, when the head is the
+        draft's own, of `target_ids` `[V]`. A selector is made for a number of its own, whatever a tree can
+        use.
         """
-        return min(wanted, choices) if self.candidate_selector is None else self.candidate_selector.top_k
+        if self.candidate_selector is not None:
+            return self.candidate_selector.top_k
+        return min(wanted, len(embedding if target_ids is None else target_ids))
 
     def finish_logits(self, head_output: torch.Tensor) -> torch.Tensor:
         """Turn the target head's output for drafted rows into the drafter's logits; any shape."""
