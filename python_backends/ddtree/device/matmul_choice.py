@@ -151,7 +151,6 @@ class MatmulChooser:
         self._cold_bytes = 0 if properties is None else 2 * int(properties.L2_cache_size)
         can_choose = can_time and self._multiply is not None
         self._file = ChoiceFile.of(cache_folder, device) if cache_folder and can_choose else None
-        self._stored = {} if self._file is None else self._file.read()
         self._choices: dict[ProductKind, Choices] = {}
         self._weights: dict[ProductKind, torch.Tensor] = {}
 
@@ -177,7 +176,7 @@ class MatmulChooser:
             return SmallLinear(weight, bias, gate=gate)
         kind = ProductKind(weight.shape[0], weight.shape[1], weight.dtype, gated)
         if kind not in self._choices:
-            self._choices[kind] = dict(self._stored.get(kind.name, {}))
+            self._choices[kind] = {}
             self._weights[kind] = weight.detach()
         return SmallLinear(weight, bias, self._choices[kind], self._multiply, gate=gate)
 
@@ -187,26 +186,27 @@ class MatmulChooser:
 
     @torch.inference_mode()
     def tune(self, on_progress: Progress | None = None, limit_s: float = 60.0) -> None:
-        """Measure what is not known yet.
+        """Take what is stored, and measure the rest; until then every product is the library's.
 
         What `limit_s` seconds leave no time for stays with the library until the next start. Takes device
         memory of twice L2 and the outputs of 80 rows while it lasts.
         """
-        if self._multiply is None or all(len(BUCKETS) == len(known) for known in self._choices.values()):
+        if self._multiply is None or self._take_stored():
             return
         with nullcontext() if self._file is None else self._file.alone():
-            self._take_stored()  # another process may have measured the same meanwhile
             timer = self._timer or (GraphTimer(self._device) if self._device.type == "cuda" else None)
-            if timer is not None:
+            if timer is not None and not self._take_stored():  # others may have measured meanwhile
                 self._fill(timer, self._multiply, on_progress, time.monotonic() + limit_s)
         if self._device.type == "cuda":
             torch.cuda.empty_cache()  # for those who ask the device what is free
 
-    def _take_stored(self) -> None:
+    def _take_stored(self) -> bool:
+        """Take what is stored; gives whether that leaves nothing to measure."""
         stored = {} if self._file is None else self._file.read()
         for kind, choices in self._choices.items():
             for most, choice in stored.get(kind.name, {}).items():
                 choices.setdefault(most, choice)
+        return all(len(BUCKETS) == len(known) for known in self._choices.values())
 
     def _fill(self, timer: Timer, multiply: Multiply, on_progress: Progress | None, end: float) -> None:
         missing = {
