@@ -97,7 +97,7 @@ class Drafter:
         self.sessions = SessionTable(self.pool, ttl_s=limits.session_ttl_s, keys=keys)
         self._cost_ms = 1.0
         self._steps: DraftSteps | None = None
-        self._linear: MakeLinear | None = None
+        self._on_device: DeviceDraft | None = None
 
     def measure_cost(self, repeats: int = 3) -> None:
         """Time one draft of one sequence on this machine; `info` reports it."""
@@ -126,18 +126,22 @@ class Drafter:
         self.measure_cost(repeats)
 
     def on_device(self) -> DeviceDraft:
-        """The same drafter over the same pool, for rounds that stay on the device."""
-        from ddtree.device.drafting import DeviceDraft  # kernels: not everywhere installed
-
-        parts = (self.model, self._embedding, self._head, self._target_ids, self.pool)
-        return DeviceDraft(*parts, linear=self._linear)
+        """The same drafter over the same pool, for rounds that stay on the device; one for all who ask."""
+        if self._on_device is None:
+            self._on_device = self._build_on_device(None)
+        return self._on_device
 
     def choose_products(self, linear: MakeLinear) -> None:
         """Let `on_device` use products made by `linear`; the ones it needs are made now, to be tuned."""
-        self._linear = linear
         if type(self._head) is nn.Linear:
             self._head = linear(self._head.weight, self._head.bias)
-        self.on_device()
+        self._on_device = self._build_on_device(linear)
+
+    def _build_on_device(self, linear: MakeLinear | None) -> DeviceDraft:
+        from ddtree.device.drafting import DeviceDraft  # kernels: not everywhere installed
+
+        parts = (self.model, self._embedding, self._head, self._target_ids, self.pool)
+        return DeviceDraft(*parts, linear=linear)
 
     def info(self) -> DrafterInfo:
         """What the orchestrator must know."""

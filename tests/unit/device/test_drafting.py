@@ -122,6 +122,7 @@ class Product(nn.Module):
 
 
 def test_with_products_of_a_maker(tmp_path: Path) -> None:
+    """A stage's pass over device rows is made with its products, once for all who ask for it."""
     folder = small(tmp_path, attention_bias=True, num_hidden_layers=1, layer_types=None)
     made: list[Product] = []
 
@@ -129,8 +130,14 @@ def test_with_products_of_a_maker(tmp_path: Path) -> None:
         made.append(Product(weight, bias, gated=gated))
         return made[-1]
 
-    Pair(folder, [True], linear=make).round([2], [3])
+    pair = Pair(folder, [True], linear=make)
+    pair.round([2], [3])
     assert [product.calls for product in made] == [1] * 5  # qkv, output, gate and up, down, context
+    made.clear()
+    plain = pair.drafter.on_device()
+    pair.drafter.choose_products(make)
+    assert pair.drafter.on_device() is pair.drafter.on_device() is not plain
+    assert len(made) == 6, "and the head"
 
 
 def test_with_the_kernels_that_pick_candidates(tmp_path: Path) -> None:
