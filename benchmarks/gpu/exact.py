@@ -2,8 +2,8 @@
 
 In float32: the engine's greedy tokens are those of `transformers`' `generate`; captured steps say what the
 general way says, and a node what its path says as a prompt; after many rounds both caches hold what reading
-everything at once leaves there. In bfloat16 drafts are accepted about as often. Parts that fail or cannot run
-here say so beside the others. Nothing is timed.
+everything at once leaves there. On the texts of float32, drafts of bfloat16 are accepted as often as its own.
+Parts that fail or cannot run here say so beside the others. Nothing is timed.
 """
 
 from __future__ import annotations
@@ -13,27 +13,25 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM
 
 from benchmarks.contenders import Contender
 from benchmarks.engine_jobs import decode
-from benchmarks.gpu.checkpoints import save_pair
-from benchmarks.gpu.demo import demo_folders
 from benchmarks.gpu.engine_player import EnginePlayer
+from benchmarks.gpu.exact_pair import exact_pair
+from benchmarks.gpu.exact_replay import Answered, compare, replay_text
 from benchmarks.gpu.exact_stages import Loaded, compare_rounds, compare_steps
 from benchmarks.gpu.setting import Facts, Setting, Skipped, free, one_line
-from benchmarks.gpu.shapes import tiny_qwen3
 from benchmarks.measurement import DraftMode, Job
 from benchmarks.prompts import read_prompts
 from ddtree.draft import Drafter
 from ddtree.errors import DDTreeError
 from ddtree.stages.in_process import InProcessStages
 from ddtree.text import TextCodec
+from ddtree.train.replay import Acceptance
 from ddtree.types import AUTO_BUDGET
 
 _MODES: tuple[DraftMode, ...] = ("tree", "chain")
@@ -42,7 +40,7 @@ WAYS = tuple(Contender("in-process", mode, budget) for mode in _MODES for budget
 _BATCH = 8
 _SESSIONS = 3  # in room for four: a place of every step is empty
 _MOST_TOLD = 8  # differences that are kept
-_TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
+_MORE_PROMPTS = Path(__file__).with_name("exact_prompts.jsonl")
 
 
 @dataclass(frozen=True)
@@ -52,8 +50,8 @@ class Amount:
     prompts: int = 6
     prompt_tokens: int = 1024  # most of one
     max_tokens: int = 96
-    drafted_prompts: int = 24  # whose tokens per round are compared
-    drafted_tokens: int = 256
+    drafted_prompts: int = 32  # whose tokens per round are compared
+    drafted_tokens: int = 192
     trees: tuple[tuple[int, ...], ...] = ((64, 0, 17), (5, 31, 12), (0, 0, 0), (127, 3, 40), (64, 64, 64))
     nodes: int = 20  # that are read as prompts
     rounds: int = 240
@@ -134,25 +132,58 @@ def measure_exact(setting: Setting) -> Facts:
         Skipped: there is no pair, or it does not load.
     """
     amount = _TINY if setting.is_tiny else Amount()
-    with _pair(setting) as (target, draft):
+    with exact_pair(setting) as (target, draft):
         jobs = _jobs(setting, target, amount)
+        acceptance = _SameText(jobs[: amount.drafted_prompts], amount.drafted_tokens, setting.note)
         facts: Facts = {
             "prompts": min(len(jobs), amount.prompts),
-            "drafted_prompts": len(jobs),
             "max_tokens": amount.max_tokens,
             "float32_products": torch.get_float32_matmul_precision(),  # highest: no TF32
         }
         with _playing(setting, target, draft, torch.float32) as player:
             facts |= _compare(player, _Reference(target, setting.device), jobs, amount, setting.note)
+            facts |= _part("float32", lambda: acceptance.write(player))
 
         def in_half() -> Facts:
             with _playing(setting, target, draft, torch.bfloat16) as player:
-                return {"bfloat16_per_round": tokens_per_round(player, jobs, amount.drafted_tokens)}
+                return acceptance.compare(player)
 
         facts |= _part("bfloat16", in_half)
-    if facts.get("float32_per_round") and facts.get("bfloat16_per_round"):
-        facts["bfloat16_over_float32"] = facts["bfloat16_per_round"] / facts["float32_per_round"]
     return facts
+
+
+class _SameText:
+    """Acceptance on the texts that float32 writes."""
+
+    def __init__(self, jobs: Sequence[Job], max_tokens: int, note: Callable[[str], None]) -> None:
+        self._jobs, self._max_tokens, self._note = jobs, max_tokens, note
+        self._text: Answered | None = None
+        self._accepted: list[Acceptance] = []
+
+    def write(self, player: _Player) -> Facts:
+        """Have the texts written, and replay them; how many rounds the engine took for them is the check.
+
+        It takes a few less: close to the most tokens its trees are less deep, and wider for that.
+        """
+        self._note("exact: answers in float32")
+        text = Answered.by(player.decode, self._jobs, self._max_tokens)
+        self._note("exact: replay in float32")
+        self._accepted, self._text = replay_text(player.loaded, text.answers), text
+        return {"float32_per_round": text.own.length}
+
+    def compare(self, player: _Player) -> Facts:
+        """Replay the texts in another type, and as a check what that type writes itself."""
+        assert self._text is not None, "see what is said of float32"
+        self._note("exact: replay in bfloat16")
+        facts = compare(self._accepted, replay_text(player.loaded, self._text.answers))
+        self._note("exact: answers in bfloat16")
+        text = Answered.by(player.decode, self._jobs, self._max_tokens)
+        again = Acceptance.pooled(replay_text(player.loaded, text.answers))
+        return {
+            **facts,
+            "bfloat16_per_round": text.own.length,
+            "bfloat16_own_replay_per_round": again.length,
+        }
 
 
 def _compare(
@@ -166,11 +197,7 @@ def _compare(
         "steps", lambda: compare_steps(loaded, texts, amount.trees, reference.logits, amount.nodes)
     )
     note("exact: rounds")
-    facts |= _part("rounds", lambda: compare_rounds(loaded, texts, amount.rounds, amount.most_nodes))
-    note("exact: tokens per round")
-    return facts | _part(
-        "float32", lambda: {"float32_per_round": tokens_per_round(player, jobs, amount.drafted_tokens)}
-    )
+    return facts | _part("rounds", lambda: compare_rounds(loaded, texts, amount.rounds, amount.most_nodes))
 
 
 def _part(name: str, work: Callable[[], Facts]) -> Facts:
@@ -219,18 +246,9 @@ def compare_greedy(
     }
 
 
-def tokens_per_round(player: EnginePlayer, jobs: Sequence[Job], max_tokens: int) -> float:
-    """Of trees of 64 nodes, alone; behind the prompts' own first tokens."""
-    tokens = rounds = 0
-    for job in jobs:
-        answer = player.decode(replace(job, draft_mode="tree", tree_budget=64, max_tokens=max_tokens))
-        tokens, rounds = tokens + len(answer.token_ids) - answer.first_tokens, rounds + answer.rounds
-    return tokens / max(1, rounds)
-
-
 def _jobs(setting: Setting, target: Path, amount: Amount) -> list[Job]:
     codec = TextCodec.from_folder(target)
-    prompts = read_prompts(setting.prompts, max(amount.prompts, amount.drafted_prompts))
+    prompts = [*read_prompts(setting.prompts), *read_prompts(_MORE_PROMPTS)]
     return [
         Job(
             input_ids=tuple(codec.render_messages([{"role": "user", "content": prompt.text}]))[
@@ -240,35 +258,8 @@ def _jobs(setting: Setting, target: Path, amount: Amount) -> list[Job]:
             stop_ids=tuple(sorted(codec.stop_ids)),
             max_tokens=amount.max_tokens,
         )
-        for index, prompt in enumerate(prompts)
+        for index, prompt in enumerate(prompts[: max(amount.prompts, amount.drafted_prompts)])
     ]
-
-
-@contextmanager
-def _pair(setting: Setting) -> Iterator[tuple[Path, Path]]:
-    """Folders of target and drafter; a tiny run that is given none makes them of noise."""
-    if not setting.is_tiny or setting.demo_target is not None:
-        yield demo_folders(setting)
-        return
-    with TemporaryDirectory() as folder:
-        tokenizer, pair = Path(folder, "tokenizer"), Path(folder, "pair")
-        _save_tokenizer(tokenizer)
-        pair.mkdir()
-        saved = save_pair(tiny_qwen3(), pair, tokenizer=tokenizer, device=setting.device, dtype=torch.float32)
-        yield saved.target, saved.draft
-
-
-def _save_tokenizer(folder: Path) -> None:
-    """A token for every byte, and one that ends text."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: index for index, token in enumerate(("<s>", "</s>", *alphabet))}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<s>", "</s>"])
-    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>")  # noqa: S106 - no secret
-    wrapped.chat_template = _TEMPLATE
-    wrapped.save_pretrained(folder)
 
 
 @contextmanager

@@ -139,14 +139,13 @@ def exact_table(result: Mapping[str, Any]) -> Table | None:
     shown.add_column("")
     shown.add_column("compared", justify="right")
     shown.add_column("outcome", justify="right")
-    drafted = " / ".join(_number(facts.get(f"{dtype}_per_round")) for dtype in ("bfloat16", "float32"))
     gap = facts.get("greedy_largest_gap_millionths")
     rows = (
         ("greedy", "greedy tokens = transformers' generate", "greedy_of", _share(facts, gap)),
         ("steps", "captured steps = general way", "steps_captured", _number(facts.get("steps_off_ppm"))),
         ("steps", "node = its path as a prompt", "nodes_read", _number(facts.get("nodes_off_ppm"))),
         ("rounds", "caches after rounds = reading at once", "rounds", _number(facts.get("caches_off_ppm"))),
-        ("bfloat16", "tokens per round, bfloat16/float32", "drafted_prompts", drafted),
+        ("bfloat16", "tokens per round on one text, bfloat16 – float32", "replay_prompts", _replayed(facts)),
     )
     for part, title, count, outcome in rows:
         why = facts.get(f"{part}_error")
@@ -159,6 +158,16 @@ def exact_table(result: Mapping[str, Any]) -> Table | None:
 def _share(facts: Mapping[str, Any], gap: float | None) -> str:
     same = f"{facts.get('greedy_same', '–')} the same"
     return same if gap is None else f"{same}; others where two logits are at most {gap / 1e6:.2g} apart"
+
+
+def _replayed(facts: Mapping[str, Any]) -> str:
+    """The difference and its 95 % interval."""
+    if "replay_difference" not in facts:
+        return "–"
+    both = (facts[f"replay_{name}_per_round"] for name in ("bfloat16", "float32"))
+    bounds = (facts[f"replay_difference_{name}"] for name in ("low", "high"))
+    lengths, (low, high) = " – ".join(f"{length:.2f}" for length in both), bounds
+    return f"{lengths} = {facts['replay_difference']:+.3f} ({low:+.3f} to {high:+.3f})"
 
 
 def _number(value: float | None) -> str:

@@ -1,6 +1,7 @@
 """Acceptance lengths per prompt set, temperature and way of drafting.
 
-The target answers each prompt once per temperature; every budget is replayed against the same answers.
+The target answers each prompt once per temperature; every budget is replayed against the same answers. All
+anchors of an answer are drafted at once, then the rounds visit those they need.
 """
 
 from __future__ import annotations
@@ -11,10 +12,14 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from ddtree.train.batches import Batch
 from ddtree.train.prompts import ChatFrame, Prompt
-from ddtree.train.replay import Answer, draft_everywhere, replay
+from ddtree.train.replay import Answer, Candidates, replay
 from ddtree.train.slots import SlotGenerator, SlotLimits
 from ddtree.train.train import Trainer
+
+_ROWS_AT_ONCE = 2048  # through the output head
+_ANCHORS_AT_ONCE = 128  # of one sequence
 
 
 def answer_prompts(
@@ -34,6 +39,28 @@ def answer_prompts(
     results = [one for some in generator.run(iter(asked)) for one in some]
     results.sort(key=lambda one: one.prompt.source)
     return [Answer(one.ids, one.answer_start) for one in results]
+
+
+@torch.no_grad()
+def draft_everywhere(trainer: Trainer, answer: Answer, width: int) -> Candidates:
+    """Draft at every token of an answer but the last."""
+    first, last = answer.answer_start, len(answer.ids) - 1
+    anchors = torch.arange(first, last)
+    block = trainer.draft.config.block_size
+    ids, log_probs = [], []
+    for some in anchors.split(_ANCHORS_AT_ONCE):
+        labels = torch.zeros(1, len(some), block - 1, dtype=torch.int64)
+        hidden = trainer.hidden_of(Batch(answer.ids[None].long(), some[None], labels))
+        for rows in hidden[0, :, 1:].reshape(-1, hidden.shape[-1]).split(_ROWS_AT_ONCE):
+            logits = (rows @ trainer.head.T).float()
+            top, top_ids = logits.topk(min(width, logits.shape[-1]), -1)
+            ids.append(top_ids.int().cpu())
+            log_probs.append((top - logits.logsumexp(-1, keepdim=True)).cpu())
+    shape = (len(anchors), block - 1, -1)
+    if not ids:
+        empty = torch.zeros(0, block - 1, width)
+        return Candidates(empty.int(), empty)
+    return Candidates(torch.cat(ids).view(shape), torch.cat(log_probs).view(shape))
 
 
 def evaluate(

@@ -219,11 +219,14 @@ def test_every_way_of_decoding_is_compared_with_transformers(rehearsed: Path, tm
     assert exact["greedy_same"] == exact["greedy_of"] == 2 * len(ENGINE_WAYS) * exact["prompts"] > 0
     assert exact["greedy_tokens"] > exact["greedy_of"]
     assert 0 < exact["nodes_off_ppm"] < 10
-    assert exact["bfloat16_over_float32"] == pytest.approx(1, abs=0.3)
+    assert 1 <= exact["float32_per_round"] == pytest.approx(exact["replay_float32_per_round"], rel=0.2)
+    assert exact["replay_difference_low"] <= exact["replay_difference"] <= exact["replay_difference_high"]
+    assert 1 <= exact["bfloat16_own_replay_per_round"] == pytest.approx(exact["bfloat16_per_round"], rel=0.2)
     assert "a CPU" in exact["steps_skipped"] + exact["rounds_skipped"]
     out = tmp_path / "gpu.json"
     outcome = rehearse(out, "--only", "exact")  # a pair of its own
     assert f"{exact['greedy_of']} the same" in outcome.output
+    assert f"{exact['replay_difference_low']:+.3f} to" in outcome.output
     assert [key for key in json.loads(out.read_text())["sections"]["exact"] if "error" in key] == []
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import pytest
 import torch
 
-from ddtree.train.replay import Acceptance, Answer, Candidates, replay
+from ddtree.train.replay import Acceptance, Answer, Candidates, replay, replay_each
+from ddtree.types import DraftResult
 
 PROMPT = 2
 A, B, C, X, Y = 10, 11, 12, 90, 91
@@ -48,3 +51,25 @@ def test_answers_are_pooled_and_single_tokens_have_no_round() -> None:
     result = replay([answer(A, B, C), answer(A), answer(A, X, X)], [drafted, none, drafted], None)
     assert result == Acceptance(emitted=2 + 2, rounds=1 + 2)
     assert result.length == pytest.approx(4 / 3)
+
+
+def test_drafts_are_asked_for_where_roots_stand_and_children_may_depend_on_parents() -> None:
+    """Edges say that C follows B and Y follows X; whoever ignores them drafts C after X."""
+    asked: list[dict[int, int]] = []
+
+    def draft(at: Mapping[int, int]) -> DraftResult:
+        asked.append(dict(at))
+        ids = torch.tensor([[B, X], [C, Y]], dtype=torch.int32).expand(len(at), -1, -1)
+        after_b, after_x = torch.tensor([-0.1, -9.0]), torch.tensor([-9.0, -0.1])
+        edges = torch.stack([torch.tensor([[-0.7, -0.8]] * 2), torch.stack([after_b, after_x])])
+        log_probs = torch.tensor([[-0.7, -0.8], [-0.1, -2.0]])
+        return DraftResult(
+            torch.zeros(len(at), dtype=torch.int32),
+            ids,
+            log_probs.expand(ids.shape),
+            edges.expand(len(at), -1, -1, -1),
+        )
+
+    found = replay_each([answer(A), answer(A, X, Y, A, B, C, A), answer(A, C, X, Y)], draft, 4)
+    assert found == [Acceptance(0, 0), Acceptance(6, 2), Acceptance(3, 2)]
+    assert asked == [{1: 0, 2: 0}, {1: 3, 2: 1}]
