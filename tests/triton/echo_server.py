@@ -19,6 +19,7 @@ from tritonclient.utils import np_to_triton_dtype
 from ddtree.text import TextCodec
 from ddtree_local.server import LocalTriton
 
+PATIENCE_S = 60.0
 FOX = "The quick brown fox 😀"
 
 
@@ -37,7 +38,7 @@ class EchoServer:
 
     def connect(self) -> http.client.HTTPConnection:
         host, port = self.triton.http_url.split(":")
-        return http.client.HTTPConnection(host, int(port), timeout=20)
+        return http.client.HTTPConnection(host, int(port), timeout=PATIENCE_S)
 
     def report(self) -> dict[str, int]:
         status, body = self.post("generate", {"text_input": "report", "max_tokens": 60})
@@ -46,7 +47,7 @@ class EchoServer:
         return report
 
     def wait_for_cancelled(self, count: int) -> None:
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + PATIENCE_S
         while self.report().get("cancelled", 0) < count:
             assert time.monotonic() < deadline, f"the engine saw {self.report()}"
             time.sleep(0.05)
@@ -101,12 +102,16 @@ class Stream:
             inputs[-1].set_data_from_numpy(array)
         self.client.async_stream_infer("ddtree", inputs, **options)
 
+    def next(self) -> Received:
+        """The next response; fails when none comes."""
+        return self.responses.get(timeout=PATIENCE_S)
+
     def ask(self, tensors: dict[str, np.ndarray[Any, Any]], **options: Any) -> list[Received]:
         """All responses up to the final one; fails when there is none."""
         self.send(tensors, **options)
-        received = [self.responses.get(timeout=20)]
+        received = [self.next()]
         while not received[-1].is_final:
-            received.append(self.responses.get(timeout=20))
+            received.append(self.next())
         assert self.responses.empty()
         return received
 

@@ -34,7 +34,7 @@ REPOSITORIES = Path(__file__).parent / "repositories"
 ORACLE = Path(__file__).parents[1] / "fakes" / "oracle_drafter.py"
 STAGES = ("target_verifier", "drafter")
 _EXTRA_DRAFTER_INPUT = 'input [ { name: "noise" data_type: TYPE_FP32 dims: [ 1 ] optional: true } ]\n'
-_QUIET_S = 10.0
+_QUIET_S = 30.0
 _TRIES = 4
 
 
@@ -133,10 +133,14 @@ class OracleServer:
             prompt = tuple(b"alive?")
             answer = client.generate(input_ids=prompt, max_tokens=9, tree_budget=16)
             assert list(answer.token_ids) == self.reference(prompt, 9)
+        self.wait_for_rest()
+
+    def wait_for_rest(self) -> None:
+        """Wait until the stages hold nothing: they hear of an end after its caller."""
         deadline = time.monotonic() + _QUIET_S
         while (held := self.held()) != Held(0, 0):
             assert time.monotonic() < deadline, f"the stages still hold {held}"
-            time.sleep(0.02)
+            time.sleep(0.01)
 
     def assert_reaches_no_stage(self, act: Callable[[], None]) -> None:
         """`act` is answered by `ddtree` alone; in process its stages' calls cannot be counted from outside.
@@ -203,7 +207,7 @@ class OracleServer:
 
     def connect(self) -> HTTPConnection:
         host, port = self.triton.http_url.split(":")
-        return HTTPConnection(host, int(port), timeout=30)
+        return HTTPConnection(host, int(port), timeout=60)
 
     def _order(self, order: str) -> list[dict[str, int]]:
         status, body = self.post("generate", {"text_input": f"stages:{order}"})

@@ -6,7 +6,6 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -15,16 +14,16 @@ import numpy as np
 import pytest
 import tritonclient.grpc as grpc
 
-from ddtree_client import DeadlineExceededError
+from ddtree_client import DeadlineExceededError, ServerUnavailableError
 from tests.fakes.tiny_models import CONTEXT_LENGTH
 from tests.triton.echo_server import Stream, flags, ints, joined
-from tests.triton.oracle_server import Held, OracleServer
+from tests.triton.oracle_server import OracleServer
 
 pytestmark = pytest.mark.triton
 
 PROMPT = list(b"endless")
 MAX_TOKENS = CONTEXT_LENGTH - len(PROMPT)
-SOON = 60  # rounds; the whole answer takes some 300
+SOON = 150  # rounds; the whole answer takes some 300, and one takes a few milliseconds
 ENDLESS: dict[str, Any] = {"max_tokens": MAX_TOKENS, "tree_budget": 1, "ignore_eos": True}
 
 # A client of its own process: says when the first chunk is there, then reads on.
@@ -49,10 +48,7 @@ def ends_soon(oracle_server: OracleServer) -> Iterator[None]:
     """The test's one endless request was decoded for a part of its rounds only."""
     before = oracle_server.rounds()
     yield
-    deadline = time.monotonic() + 10
-    while oracle_server.held() != Held(0, 0):
-        assert time.monotonic() < deadline, f"the stages still hold {oracle_server.held()}"
-        time.sleep(0.01)
+    oracle_server.wait_for_rest()
     assert 0 < oracle_server.rounds() - before < SOON
 
 
@@ -72,7 +68,7 @@ def test_a_cancelled_grpc_stream(oracle_server: OracleServer) -> None:
         stream = Stream(client)
         stream.open()
         stream.send(endless_tensors())
-        stream.responses.get(timeout=20)
+        stream.next()
         client.stop_stream(cancel_requests=True)
 
 
@@ -102,11 +98,11 @@ def test_stop_with_the_requests_id(oracle_server: OracleServer) -> None:
         stream.open()
         other.open()
         stream.send(endless_tensors(), request_id="to-stop")
-        received = [stream.responses.get(timeout=20)]
+        received = [stream.next()]
         (answer,) = other.ask({"stop": flags(True)}, request_id="to-stop")
         assert answer.outputs["finish_reason"].tolist() == [b"cancelled"]
         while not received[-1].is_final:
-            received.append(stream.responses.get(timeout=20))
+            received.append(stream.next())
         assert [r.outputs["finish_reason"].item() for r in received] == [b""] * (len(received) - 1) + [
             b"cancelled"
         ]
@@ -132,18 +128,21 @@ def test_a_killed_client(oracle_server: OracleServer) -> None:
 
 def test_a_missed_deadline(oracle_server: OracleServer) -> None:
     before = oracle_server.rounds()
-    with oracle_server.client() as client, pytest.raises(DeadlineExceededError, match=r"within 0\.2 s"):
-        client.generate(input_ids=PROMPT, deadline_s=0.2, **ENDLESS)
-    deadline = time.monotonic() + 10
-    while oracle_server.held() != Held(0, 0):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    assert oracle_server.rounds() - before < 4 * SOON
+    with oracle_server.client() as client, pytest.raises(DeadlineExceededError, match=r"within 0\.1 s"):
+        client.generate(input_ids=PROMPT, deadline_s=0.1, **ENDLESS)
+    oracle_server.wait_for_rest()
+    assert oracle_server.rounds() - before < 240
 
 
 def test_a_deadline_on_the_server_gives_what_there_is(oracle_server: OracleServer) -> None:
     with oracle_server.client() as client:
-        answer = client.generate(input_ids=PROMPT, deadline_ms=100, **ENDLESS)
+        for deadline_ms in (100, 400, 1600):  # a busy machine may not come to the first token so soon
+            try:
+                answer = client.generate(input_ids=PROMPT, deadline_ms=deadline_ms, **ENDLESS)
+            except ServerUnavailableError:
+                continue
+            if answer.token_ids:
+                break
     assert answer.finish_reason == "deadline"
     assert 0 < len(answer.token_ids) < MAX_TOKENS
     assert list(answer.token_ids) == oracle_server.reference(PROMPT, len(answer.token_ids))

@@ -220,7 +220,7 @@ def test_one_row_that_fails_ends_the_others(server: EchoServer, stream: Stream) 
 def test_stop_cancels_the_request_of_the_same_id(server: EchoServer, stream: Stream) -> None:
     ask = {"text_input": text(SLOW), "max_tokens": ints(200), "stream": flags(True)}
     stream.send(ask, request_id="to-stop")
-    assert stream.responses.get(timeout=20).outputs["text_output"] != b""
+    assert stream.next().outputs["text_output"] != b""
     with grpc.InferenceServerClient(server.triton.grpc_url) as client:
         other = Stream(client)
         other.open()
@@ -228,9 +228,9 @@ def test_stop_cancels_the_request_of_the_same_id(server: EchoServer, stream: Str
         assert answer.outputs["finish_reason"].tolist() == [b"cancelled"]
         assert "output_ids" not in answer.outputs
         client.stop_stream()
-    received = [stream.responses.get(timeout=20)]
+    received = [stream.next()]
     while not received[-1].is_final:
-        received.append(stream.responses.get(timeout=20))
+        received.append(stream.next())
     assert received[-1].outputs["finish_reason"].tolist() == [b"cancelled"]
     assert len(joined(received)) < len(SLOW)
 
@@ -246,7 +246,7 @@ def test_a_client_that_cancels_ends_the_sequence(server: EchoServer) -> None:
         stream = Stream(client)
         stream.open()
         stream.send({"text_input": text(SLOW), "max_tokens": ints(200), "stream": flags(True)})
-        stream.responses.get(timeout=20)
+        stream.next()
         client.stop_stream(cancel_requests=True)
     server.wait_for_cancelled(before + 1)
 
@@ -263,8 +263,8 @@ def test_a_dropped_connection_ends_the_sequence(server: EchoServer) -> None:
 
 def test_many_requests_overlap(server: EchoServer, stream: Stream) -> None:
     for number in range(8):
-        stream.send({"text_input": text(SLOW), "max_tokens": ints(30)}, request_id=str(number))
-    assert all(stream.responses.get(timeout=20).is_final for _ in range(8))
+        stream.send({"text_input": text(SLOW), "max_tokens": ints(12)}, request_id=str(number))
+    assert all(stream.next().is_final for _ in range(8))
     assert server.report()["most at once"] >= 4
 
 

@@ -1,6 +1,6 @@
 """The model `ddtree` with its real request side and an engine that repeats the prompt instead of decoding.
 
-A prompt's first word is an order: `slow` takes 30 ms a round, `fail` ends with an error after one round,
+A prompt's first word is an order: `slow` takes 100 ms a round, `fail` ends with an error after one round,
 `bug` with an exception that nobody foresaw, `report` answers how earlier sequences ended. It knows no stages.
 """
 
@@ -65,7 +65,7 @@ class EchoEngine:
             ids = self._text.encode(json.dumps(self._ended))
         sequence = Sequence(params, session_id=1, decoder=self._text)
         for start in range(0, len(ids), _ROUND_TOKENS):
-            await asyncio.sleep(0.03 if order == "slow" else 0)
+            await asyncio.sleep(0.1 if order == "slow" else 0)
             if sink.is_cancelled():
                 self._ended["cancelled"] += 1
                 sink.emit(sequence.end("cancelled"), sequence.stats)
