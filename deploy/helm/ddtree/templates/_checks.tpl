@@ -16,7 +16,7 @@
 {{- fail (printf "gpu.placement is split, which needs gpu.count of at least 2, got %d: raise it, or set gpu.placement to shared" (int $v.gpu.count)) -}}
 {{- end -}}
 {{- if and (eq $v.gpu.placement "split") (eq $v.engine.topology "in_process") -}}
-{{- fail "gpu.placement is split, but with engine.topology in_process both stages share one process and device: set engine.topology to bls" -}}
+{{- fail "gpu.placement is split, but with engine.topology in_process a drafter on another GPU than the target's has neither kernels nor graphs, and no round stays on the device: set engine.topology to bls, or gpu.placement to shared" -}}
 {{- end -}}
 {{- if and $v.tls.enabled (not $v.tls.secretName) -}}
 {{- fail "tls.enabled needs tls.secretName: a secret with tls.crt and tls.key (and ca.crt for tls.mutual)" -}}
