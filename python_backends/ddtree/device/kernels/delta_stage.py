@@ -2,8 +2,12 @@
 
     prepare   per head and pair of blocks of rows: who adds how much to whom      all at once
               per head and block: rows through the state as it stands
+              per head: the root, and how much of its update the others take
     stage     per head and slice of value columns: block after block              one after another
     single    instead of both, where every sequence has one row
+
+The root, a sequence's first row, stands for itself before all blocks. Trees are a root and so many nodes that
+blocks are full: with the root in the first one 65 rows would be five blocks, the last of a single row.
 
 A block is solved by substitution, never by squaring: a tree that repeats tokens would make powers of its
 system so large that digits are lost. All of the system that does not depend on the value columns is made
@@ -24,27 +28,12 @@ import torch
 import triton
 import triton.language as tl
 
+from ddtree.device.kernels.delta_blocks import pair, root, root_shares, through_state
 from ddtree.device.kernels.product import product
 
 _LEAST_DOT = 16  # smallest side of Triton's matrix product
-
-
-@triton.jit
-def _rows(source, row, stride, lane, key_dim, is_row):
-    """Some key columns of rows, `[rows, PART]`."""
-    mask = is_row[:, None] & (lane < key_dim)[None, :]
-    return tl.load(source + (row * stride)[:, None] + lane[None, :], mask=mask, other=0.0)
-
-
-@triton.jit
-def _solved(system, update, BLOCK: tl.constexpr):
-    """Column by column: once a row is final, its share is taken from every row below it."""
-    lane = tl.arange(0, BLOCK)
-    for solved in range(BLOCK - 1):
-        final = tl.sum(tl.where((lane == solved)[:, None], update, 0.0), axis=0)
-        share = tl.sum(tl.where((lane == solved)[None, :], system, 0.0), axis=1)
-        update -= tl.where((lane > solved)[:, None], share[:, None] * final[None, :], 0.0)
-    return update
+_HELD = 2048  # values that one of the small programs around the root has at a time
+_REGISTERS = 128  # of a thread that prepares: 16 programs then share a processor, as many as 64 nodes make
 
 
 @triton.jit
@@ -56,115 +45,75 @@ def _clear(outputs, start, node, count, room, column, heads, head, value_dim):
 
 
 @triton.jit
-def _pair(
-    queries, keys, betas, decays, sees, tile, start, count, first, other_first,
-    heads, head, key_row, key_dim, widest,
-    KEY: tl.constexpr, BLOCK: tl.constexpr, PART: tl.constexpr,
-):  # fmt: skip
-    """What rows of one block take from those of another, or of their own: two tiles `[BLOCK, BLOCK]`."""
-    lane = tl.arange(0, BLOCK)
-    node, other = first + lane, other_first + lane
-    is_node, is_other = node < count, other < count
-    row, other_row = start + node, start + other
-    alike = tl.zeros((BLOCK, BLOCK), tl.float32)
-    asked = tl.zeros((BLOCK, BLOCK), tl.float32)
-    for part in tl.range(0, KEY, PART):
-        in_key = part + tl.arange(0, PART)
-        other_key = tl.trans(_rows(keys, other_row, key_row, in_key, key_dim, is_other))
-        alike = product(_rows(keys, row, key_row, in_key, key_dim, is_node), other_key, alike)
-        asked = product(_rows(queries, row, key_row, in_key, key_dim, is_node), other_key, asked)
-    beta = tl.load(betas + row * heads + head, mask=is_node, other=0.0).to(tl.float32)
-    decay = tl.load(decays + row * heads + head, mask=is_node, other=0.0)
-    other_decay = tl.load(decays + other_row * heads + head, mask=is_other, other=0.0)
-    both = is_node[:, None] & is_other[None, :]
-    is_seen = tl.load(sees + node[:, None] * widest + other[None, :], mask=both, other=0)
-    pair = tl.exp(tl.where(is_seen != 0, decay[:, None] - other_decay[None, :], float("-inf")))
-    taken = beta[:, None] * pair * alike
-    at = lane[:, None] * BLOCK + lane[None, :]
-    if first == other_first:
-        # Side by side: `stage` reads both at once.
-        tl.store(tile + 2 * at, _solved(taken, tl.where(lane[:, None] == lane[None, :], 1.0, 0.0), BLOCK))
-        tl.store(tile + 2 * at + 1, pair * asked)
-    else:
-        tl.store(tile + at, -taken)
-        tl.store(tile + BLOCK * BLOCK + at, pair * asked)
-
-
-@triton.jit
-def _through_state(
-    queries, keys, values, betas, decays, own, updates, outputs, start, count, first, column,
-    heads, head, key_row, key_dim, value_dim,
-    KEY: tl.constexpr, VALUE: tl.constexpr, BLOCK: tl.constexpr, PART: tl.constexpr,
-):  # fmt: skip
-    """A block's updates and outputs as if it stood alone behind the state, `[BLOCK, VALUE]`."""
-    node = first + tl.arange(0, BLOCK)
-    is_node, row, is_column = node < count, start + node, column < value_dim
-    at_value = ((row * heads + head) * value_dim)[:, None] + column[None, :]
-    value_mask = is_node[:, None] & is_column[None, :]
-    update = tl.zeros((BLOCK, VALUE), tl.float32)
-    output = tl.zeros((BLOCK, VALUE), tl.float32)
-    # A part of the key columns at a time: whole rows and matrices are more than registers hold.
-    for part in tl.range(0, KEY, PART):
-        in_key = part + tl.arange(0, PART)
-        matrix_mask = (in_key < key_dim)[:, None] & is_column[None, :]
-        at = in_key[:, None] * value_dim + column[None, :]
-        matrix = tl.load(own + at, mask=matrix_mask, other=0.0)
-        update = product(_rows(keys, row, key_row, in_key, key_dim, is_node), matrix, update)
-        output = product(_rows(queries, row, key_row, in_key, key_dim, is_node), matrix, output)
-    value = tl.load(values + at_value, mask=value_mask, other=0.0).to(tl.float32)
-    beta = tl.load(betas + row * heads + head, mask=is_node, other=0.0).to(tl.float32)
-    faded = tl.exp(tl.load(decays + row * heads + head, mask=is_node, other=0.0))[:, None]
-    tl.store(updates + at_value, beta[:, None] * (value - faded * update), mask=value_mask)
-    tl.store(outputs + at_value, faded * output, mask=value_mask)
-
-
-@triton.jit
 def _tiles_of(pairs, place, heads, head, blocks, block, BLOCK: tl.constexpr):
     """Where a block's tiles begin: two for each block up to it, and nothing for later ones."""
     before = (place * heads + head).to(tl.int64) * (blocks * (blocks + 1) // 2) + block * (block + 1) // 2
     return pairs + before * 2 * BLOCK * BLOCK
 
 
+@triton.jit
+def _shares_of(shares, place, heads, head, blocks, block, BLOCK: tl.constexpr):
+    """Where a block's shares of the root begin."""
+    return shares + ((place * heads + head).to(tl.int64) * blocks + block) * 2 * BLOCK
+
+
 @triton.jit(do_not_specialize=["passed"])
 def _prepare_kernel(
-    queries, keys, values, betas, decays, sees, matrices, states, starts, counts, pairs, updates, outputs,
-    passed, heads, groups, key_dim, value_dim, widest, blocks, slices,
+    queries, keys, values, betas, decays, sees, matrices, states, starts, counts, pairs, shares, updates,
+    outputs, passed, heads, groups, key_dim, value_dim, widest, blocks, slices, root_slices,
     KEY: tl.constexpr, VALUE: tl.constexpr, BLOCK: tl.constexpr, PART: tl.constexpr,
+    ROOT: tl.constexpr, SHARES: tl.constexpr,
 ):  # fmt: skip
     place, head, task = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     sequence = passed + place
     start, count = tl.load(starts + sequence), tl.load(counts + sequence)
     key_row = heads // groups * key_dim
     keys, queries = keys + head // groups * key_dim, queries + head // groups * key_dim
-    tasks = blocks * (blocks + 1) // 2
-    if task < tasks:
+    sees += sequence * widest * widest
+    num_pairs, num_through = blocks * (blocks + 1) // 2, blocks * slices
+    if task < num_pairs:
         # A triangle's lines folded to a rectangle: the longest with the shortest, and so on.
         width = blocks // 2 * 2 + 1
         line, other = task // width, task % width
         longer = blocks - line
         block = tl.where(other < longer, longer, width - longer) - 1
         other = tl.where(other < longer, other, other - longer)
-        if block * BLOCK < count:
+        if 1 + block * BLOCK < count:
             tiles = _tiles_of(pairs, place, heads, head, blocks, block, BLOCK)
-            _pair(
-                queries, keys, betas, decays, sees + sequence * widest * widest,
-                tiles + other * 2 * BLOCK * BLOCK, start, count, block * BLOCK, other * BLOCK, heads, head,
-                key_row, key_dim, widest, KEY, BLOCK, PART,
+            pair(
+                queries, keys, betas, decays, sees, tiles + other * 2 * BLOCK * BLOCK, start, count,
+                1 + block * BLOCK, 1 + other * BLOCK, heads, head, key_row, key_dim, widest, KEY, BLOCK, PART,
             )  # fmt: skip
-    else:
-        block, slice_ = (task - tasks) // slices, (task - tasks) % slices
-        if block * BLOCK < count:
+    elif task < num_pairs + num_through:
+        block, slice_ = (task - num_pairs) // slices, (task - num_pairs) % slices
+        if 1 + block * BLOCK < count:
             own = matrices + (tl.load(states + sequence) * heads + head) * key_dim * value_dim
-            _through_state(
-                queries, keys, values, betas, decays, own, updates, outputs, start, count, block * BLOCK,
+            through_state(
+                queries, keys, values, betas, decays, own, updates, outputs, start, count, 1 + block * BLOCK,
                 slice_ * VALUE + tl.arange(0, VALUE), heads, head, key_row, key_dim, value_dim,
                 KEY, VALUE, BLOCK, PART,
+            )  # fmt: skip
+    elif task < num_pairs + num_through + root_slices:
+        if count > 0:
+            own = matrices + (tl.load(states + sequence) * heads + head) * key_dim * value_dim
+            column = (task - num_pairs - num_through) * ROOT + tl.arange(0, ROOT)
+            root(
+                queries, keys, values, betas, decays, own, updates, outputs, start, column, heads, head,
+                key_row, key_dim, value_dim, KEY,
+            )  # fmt: skip
+    else:
+        first = (task - num_pairs - num_through - root_slices) * SHARES
+        if 1 + first // BLOCK * BLOCK < count:
+            own_shares = _shares_of(shares, place, heads, head, blocks, first // BLOCK, BLOCK)
+            root_shares(
+                queries, keys, betas, decays, sees, own_shares + first % BLOCK * 2, start, count, 1 + first,
+                heads, head, key_row, key_dim, widest, KEY, SHARES,
             )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["passed"])
 def _stage_kernel(
-    starts, counts, pairs, updates, outputs, passed, heads, value_dim, blocks, room,
+    starts, counts, pairs, shares, updates, outputs, passed, heads, value_dim, blocks, room,
     VALUE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     place, head, slice_ = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -173,23 +122,29 @@ def _stage_kernel(
     is_column = column < value_dim
     at_tile = lane[:, None] * BLOCK + lane[None, :]
     at_own = 2 * at_tile[:, :, None] + tl.arange(0, 2)[None, None, :]
-    for first in range(0, count, BLOCK):
-        row = start + first + lane
+    at_root = (start * heads + head) * value_dim + column
+    root_update = tl.load(updates + at_root, mask=is_column & (count > 0), other=0.0)[None, :]
+    for first in range(1, count, BLOCK):
+        row, block = start + first + lane, first // BLOCK
         at_value = ((row * heads + head) * value_dim)[:, None] + column[None, :]
         mask = (first + lane < count)[:, None] & is_column[None, :]
         alone = tl.load(updates + at_value, mask=mask, other=0.0)
         asked = tl.load(outputs + at_value, mask=mask, other=0.0)
-        line = _tiles_of(pairs, place, heads, head, blocks, first // BLOCK, BLOCK)
-        own = tl.load(line + first // BLOCK * 2 * BLOCK * BLOCK + at_own)
+        at_share = _shares_of(shares, place, heads, head, blocks, block, BLOCK) + 2 * lane
+        share, root_asked = tl.load(at_share), tl.load(at_share + 1)
+        line = _tiles_of(pairs, place, heads, head, blocks, block, BLOCK)
+        own = tl.load(line + block * 2 * BLOCK * BLOCK + at_own)
         update = tl.zeros((BLOCK, VALUE), tl.float32)
         output = tl.zeros((BLOCK, VALUE), tl.float32)
-        for before in range(0, first, BLOCK):
+        for before in range(0, block * BLOCK, BLOCK):
             tile = line + before // BLOCK * 2 * BLOCK * BLOCK + at_tile
-            at_other = (((start + before + lane) * heads + head) * value_dim)[:, None] + column[None, :]
+            at_other = (((start + 1 + before + lane) * heads + head) * value_dim)[:, None] + column[None, :]
             other_update = tl.load(updates + at_other, mask=is_column[None, :], other=0.0)
             update = product(tl.load(tile), other_update, update)
             output = product(tl.load(tile + BLOCK * BLOCK), other_update, output)
         inverse, answers = tl.split(own)
+        alone += share[:, None] * root_update
+        asked += root_asked[:, None] * root_update
         update = product(inverse, alone + update, tl.zeros((BLOCK, VALUE), tl.float32))
         output = asked + product(answers, update, output)
         tl.store(updates + at_value, update, mask=mask)
@@ -206,24 +161,17 @@ def _single_kernel(
 ):  # fmt: skip
     sequence, head, slice_ = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row, count = tl.load(starts + sequence), tl.load(counts + sequence)
-    in_key, column = tl.arange(0, KEY), slice_ * VALUE + tl.arange(0, VALUE)
-    is_key, is_column = in_key < key_dim, column < value_dim
-    own = matrices + (tl.load(states + sequence) * heads + head) * key_dim * value_dim
-    at_row = row * heads + head
-    at_key = (row * (heads // groups) + head // groups) * key_dim + in_key
+    column, key_row = slice_ * VALUE + tl.arange(0, VALUE), heads // groups * key_dim
     if count > 0:
-        mask = is_key[:, None] & is_column[None, :]
-        matrix = tl.load(own + in_key[:, None] * value_dim + column[None, :], mask=mask, other=0.0)
-        key = tl.load(keys + at_key, mask=is_key, other=0.0)
-        query = tl.load(queries + at_key, mask=is_key, other=0.0)
-        value = tl.load(values + at_row * value_dim + column, mask=is_column, other=0.0).to(tl.float32)
-        faded, beta = tl.exp(tl.load(decays + at_row)), tl.load(betas + at_row).to(tl.float32)
-        update = beta * (value - faded * tl.sum(key[:, None] * matrix, axis=0))
-        output = faded * tl.sum(query[:, None] * matrix, axis=0) + tl.sum(query * key, axis=0) * update
-        tl.store(updates + at_row * value_dim + column, update, mask=is_column)
-        tl.store(outputs + at_row * value_dim + column, output, mask=is_column)
+        own = matrices + (tl.load(states + sequence) * heads + head) * key_dim * value_dim
+        first_key = head // groups * key_dim
+        root(
+            queries + first_key, keys + first_key, values, betas, decays, own, updates, outputs, row, column,
+            heads, head, key_row, key_dim, value_dim, KEY,
+        )  # fmt: skip
     else:
-        tl.store(outputs + at_row * value_dim + column, 0.0, mask=is_column & (room > 0))
+        at = (row * heads + head) * value_dim + column
+        tl.store(outputs + at, 0.0, mask=(column < value_dim) & (room > 0))
 
 
 @dataclass(frozen=True)
@@ -267,28 +215,33 @@ class StageKernels:
                 heads, groups, key_dim, value_dim, room, KEY=key_width, VALUE=self.value_slice,
             )  # fmt: skip
             return outputs
-        blocks, most = triton.cdiv(widest, self.block), self.at_a_time(len(states), heads, widest)
-        tiles = (most, heads, blocks * (blocks + 1) // 2, 2, self.block, self.block)
-        pairs = torch.empty(tiles, dtype=torch.float32, device=values.device)
+        blocks, most = triton.cdiv(widest - 1, self.block), self.at_a_time(len(states), heads, widest)
+        root_slice = min(max(1, _HELD // key_width), triton.next_power_of_2(value_dim))
+        share_rows = min(max(1, _HELD // 2 // key_width), self.block)
+        num_pairs, root_slices = blocks * (blocks + 1) // 2, triton.cdiv(value_dim, root_slice)
+        tasks = num_pairs + blocks * slices + root_slices + blocks * self.block // share_rows
+        pairs = outputs.new_empty((most, heads, num_pairs, 2, self.block, self.block))
+        shares = outputs.new_empty((most, heads, blocks, self.block, 2))
         # Sequences are counted on by a number, not by slices: their addresses would compile kernels again.
         for passed in range(0, len(states), most):
             count = min(most, len(states) - passed)
-            _prepare_kernel[(count, heads, blocks * (blocks + 1) // 2 + blocks * slices)](
+            _prepare_kernel[(count, heads, tasks)](
                 queries, keys, values, betas, decays, sees.view(torch.uint8), matrices, states, starts,
-                counts, pairs, updates, outputs, passed, heads, groups, key_dim, value_dim, widest, blocks,
-                slices, KEY=key_width, VALUE=self.value_slice, BLOCK=self.block,
-                PART=min(self.key_part, key_width), num_warps=self.prepare_warps,
+                counts, pairs, shares, updates, outputs, passed, heads, groups, key_dim, value_dim, widest,
+                blocks, slices, root_slices, KEY=key_width, VALUE=self.value_slice, BLOCK=self.block,
+                PART=min(self.key_part, key_width), ROOT=root_slice, SHARES=share_rows,
+                num_warps=self.prepare_warps, maxnreg=_REGISTERS,
             )  # fmt: skip
             _stage_kernel[(count, heads, slices)](
-                starts, counts, pairs, updates, outputs, passed, heads, value_dim, blocks, room,
+                starts, counts, pairs, shares, updates, outputs, passed, heads, value_dim, blocks, room,
                 VALUE=self.value_slice, BLOCK=self.block, num_warps=self.stage_warps,
             )  # fmt: skip
         return outputs
 
     def at_a_time(self, sequences: int, heads: int, widest: int) -> int:
         """How many sequences run side by side, so that they stay within `scratch_bytes`; 1 at least."""
-        blocks = triton.cdiv(widest, self.block)
-        each = 4 * heads * blocks * (blocks + 1) * self.block**2
+        blocks = max(1, triton.cdiv(widest - 1, self.block))
+        each = 4 * heads * blocks * ((blocks + 1) * self.block**2 + 2 * self.block)
         launches = triton.cdiv(sequences, max(1, self.scratch_bytes // each))
         return int(triton.cdiv(sequences, launches))
 
