@@ -13,7 +13,7 @@ import pytest
 from ddtree.text import TextCodec
 from ddtree_local.server import LocalTriton
 from tests.deploy.prometheus.load import Load, Seen
-from tests.deploy.prometheus.scraping import Scrape, at_rest
+from tests.deploy.prometheus.scraping import Scrape, at_rest, scrape
 from tests.deploy.prometheus.server import Prometheus
 from tests.fakes.pipeline import GreedyReference
 from tests.triton.oracle_server import OracleServer, TinyPair, make_repository
@@ -21,7 +21,8 @@ from tests.triton.oracle_server import OracleServer, TinyPair, make_repository
 RULES = Path(__file__).parents[2] / "deploy" / "helm" / "ddtree" / "rules" / "ddtree.yml"
 # Small enough for the load to fill places, queue and pages.
 TIGHT = {"DDTREE_MAX_SEQUENCES": "5", "DDTREE_MAX_WAITING": "2", "DDTREE_KV_CACHE_MIB": "1"}
-_STREAMS = ((2, 6.0), (9, 12.0), (5, 6.0))  # so many at a time, for so many seconds
+_STREAMS = ((2, 4.0), (5, 4.0), (9, 6.0))  # so many at a time, for so many seconds
+_HAPPENS_WITHIN_S = 120.0
 # Enough of them that requests at the same time seldom share pages, few enough that some do.
 _PROMPTS = [{"input_ids": (start,) * 180} for start in range(1, 120, 8)]
 _MODES = (
@@ -51,11 +52,24 @@ def observability_pair(tmp_path_factory: pytest.TempPathFactory) -> TinyPair:
     return TinyPair.make(tmp_path_factory.mktemp("observed-pair"))
 
 
+def _not_yet(seen: Seen, reading: Scrape) -> list[str]:
+    """What a load is for and has not happened yet: how much it takes is the machine's matter."""
+    ends = ("completed", "left", "INVALID_ARGUMENT", "RESOURCE_EXHAUSTED")
+    numbers = {
+        "preemption": reading.values("ddtree_preemptions_total"),
+        "recovery": reading.values("ddtree_session_recoveries_total", stage="drafter"),
+        "cancellation": reading.values("ddtree_requests_total", outcome="cancelled"),
+    }
+    return [name for name in ends if not seen.outcomes[name]] + [
+        name for name, values in numbers.items() if not sum(values)
+    ]
+
+
 @pytest.fixture(scope="session")
 def observed(
     tmp_path_factory: pytest.TempPathFactory, project_root: Path, observability_pair: TinyPair
 ) -> Iterator[Observed]:
-    """The small pair as Triton stages, watched for half a minute of everything that can happen."""
+    """The small pair as Triton stages, watched while everything happens that can."""
     folder = tmp_path_factory.mktemp("observed")
     repository = make_repository(folder / "models", project_root / "model_repository", "bls")
     triton = LocalTriton(
@@ -76,6 +90,11 @@ def observed(
             while time.monotonic() < until:
                 time.sleep(0.5)
                 server.lose("drafter")
+        until = time.monotonic() + _HAPPENS_WITHIN_S
+        while (lacking := _not_yet(load.seen, scrape(triton.metrics_url))) and time.monotonic() < until:
+            time.sleep(0.5)
+            server.lose("drafter")
+        assert not lacking, f"no {lacking} in {_HAPPENS_WITHIN_S:g} s of load"
         seen = load.stop()
         reading = at_rest(triton.metrics_url)
         time.sleep(1.5)  # a scrape of the same

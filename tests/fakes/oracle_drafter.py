@@ -3,12 +3,13 @@
 It reads the committed ids it is given, lets its own copy of the target decode greedily from there, and
 hides the true token among random ones: first, further down, or missing. So every kind of accept and reject
 happens, and with `noise=0` every draft position must be accepted. Context features are not used; that they
-arrive in the right number is asserted.
+arrive in the right number is asserted. What the target says after some ids it works out once.
 """
 
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,16 +19,44 @@ from transformers import AutoModelForCausalLM
 from ddtree.types import DrafterInfo, DraftRequest, DraftResult, Status, Usage
 
 
+class Foresight:
+    """What a target says next after any ids, greedily; texts that begin alike share what is known of them."""
+
+    def __init__(self, target_folder: Path) -> None:
+        self._model = AutoModelForCausalLM.from_pretrained(target_folder, dtype=torch.float32).eval()
+        self.vocab_size: int = self._model.config.get_text_config().vocab_size
+        # Where a token leads from a place; place 0 is before the first token.
+        self._places: dict[tuple[int, int], int] = {}
+        self._says: dict[int, int] = {}
+
+    def path(self, ids: Sequence[int], depth: int) -> list[int]:
+        """The next tokens, one after the other."""
+        ids, place = list(ids), 0
+        for token in ids:
+            place = self._after(place, token)
+        for _ in range(depth):
+            if place not in self._says:
+                with torch.no_grad():
+                    self._says[place] = int(self._model(torch.tensor([ids])).logits[0, -1].argmax())
+            ids.append(self._says[place])
+            place = self._after(place, ids[-1])
+        return ids[len(ids) - depth :]
+
+    def _after(self, place: int, token: int) -> int:
+        return self._places.setdefault((place, token), len(self._places) + 1)
+
+
 class OracleDrafter:
     """Drafts for sequences of one small target."""
 
     def __init__(
         self, target_folder: Path, *, block_size: int, draft_hash: str, noise: float = 0.0, seed: int = 0
     ) -> None:
-        self._model = AutoModelForCausalLM.from_pretrained(target_folder, dtype=torch.float32).eval()
+        self._foresight = Foresight(target_folder)
         self._block_size = block_size
         self._draft_hash = draft_hash
         self.noise = noise
+        self.pause_s = 0.0  # before each answer, for rounds that last
         self._random = random.Random(seed)
         self._sessions: dict[int, tuple[int, list[int]]] = {}  # id: (epoch, context ids)
         self.lose_next = False  # answer the next call as if the sessions were gone
@@ -52,8 +81,8 @@ class OracleDrafter:
             self.lose_next = False
             self._sessions.clear()
         assert len(request.context_ids) == len(request.context_features) == int(request.counts.sum())
-        vocabulary = self._model.config.get_text_config().vocab_size
-        depth, width = request.depth, min(request.width, vocabulary)
+        time.sleep(self.pause_s)
+        depth, width = request.depth, min(request.width, self._foresight.vocab_size)
         status, ids, log_probs = [], [], []
         start = 0
         for index, session_id in enumerate(request.sessions.ids.tolist()):
@@ -86,19 +115,14 @@ class OracleDrafter:
         self, session_id: int, root: int, depth: int, width: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         ids = [*self._sessions[session_id][1], root]
-        rows = []
-        for _ in range(depth):
-            with torch.no_grad():
-                true = int(self._model(torch.tensor([ids])).logits[0, -1].argmax())
-            ids.append(true)
-            rows.append(self._hide(true, width))
+        rows = [self._hide(true, width) for true in self._foresight.path(ids, depth)]
         sharpness = 0.7 if self.noise else 9.0  # a sure oracle drafts one path, as deep as the budget goes
         log_probs = torch.log_softmax(-torch.arange(width, dtype=torch.float32) * sharpness, dim=0)
         return torch.tensor(rows), log_probs.expand(depth, -1)
 
     def _hide(self, true: int, width: int) -> list[int]:
         """Candidates of one position: distinct ids, the true one at a random rank or missing."""
-        others = [token for token in range(self._model.config.get_text_config().vocab_size) if token != true]
+        others = [token for token in range(self._foresight.vocab_size) if token != true]
         row = self._random.sample(others, min(width, len(others)))
         draw = self._random.random()
         if draw >= self.noise:

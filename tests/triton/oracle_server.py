@@ -164,6 +164,13 @@ class OracleServer:
         else:
             self.call("drafter", "set_noise", noise=np.array([noise], dtype=np.float32))
 
+    def set_pause(self, seconds: float) -> None:
+        """How long the oracle waits before each answer from now on: rounds that last, on any machine."""
+        if self.topology == "in_process":
+            self._order(f"pause {seconds}")
+        else:
+            self.call("drafter", "set_pause", noise=np.array([seconds], dtype=np.float32))
+
     def lose(self, stage: str) -> None:
         """Let a stage forget its sessions; only topology in_process can let the verifier do so."""
         if self.topology == "in_process":

@@ -39,6 +39,7 @@ def test_a_hundred_callers_who_leave_do_not_end_the_server(oracle_server: Oracle
 
 @pytest.mark.parametrize("oracle_server", ["bls"], indirect=True)
 def test_streams_share_the_calls_of_a_stage(oracle_server: OracleServer) -> None:
+    oracle_server.set_pause(0.01)  # that who sends a moment later still meets the others
     before = oracle_server.executions("target_verifier")
     all_sent = threading.Barrier(8)
 
@@ -49,6 +50,7 @@ def test_streams_share_the_calls_of_a_stage(oracle_server: OracleServer) -> None
 
     with ThreadPoolExecutor(8) as pool:
         total = sum(pool.map(rounds, range(8)))
+    oracle_server.set_pause(0.0)
     assert oracle_server.executions("target_verifier") - before < total / 2
 
 

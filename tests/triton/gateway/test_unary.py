@@ -7,6 +7,7 @@ import queue
 import re
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,14 @@ pytestmark = pytest.mark.triton
 MODEL = "ddtree_unary"
 
 
+@pytest.fixture
+def lasting_rounds(tiny_server: OracleServer) -> Iterator[None]:
+    """Rounds with drafts last long enough to be met by who looks, on any machine."""
+    tiny_server.set_pause(0.01)
+    yield
+    tiny_server.set_pause(0.0)
+
+
 def inputs(kind: Any, **values: Any) -> list[Any]:
     made = []
     for name, value in values.items():
@@ -40,6 +49,9 @@ def texts(*rows: str) -> np.ndarray[Any, Any]:
 
 def numbers(value: int, rows: int = 1) -> np.ndarray[Any, Any]:
     return np.full((rows, 1), value, dtype=np.int32)
+
+
+ENDLESS = {"max_tokens": numbers(450), "tree_budget": numbers(1), "ignore_eos": np.array([[True]])}
 
 
 def expected(server: OracleServer, prompt: str, count: int) -> tuple[list[int], bytes]:
@@ -96,12 +108,14 @@ def test_errors_are_carried_over(tiny_server: OracleServer) -> None:
             assert refused.value.status() == f"StatusCode.{status}"
 
 
+@pytest.mark.usefixtures("lasting_rounds")
 def test_requests_overlap(tiny_server: OracleServer) -> None:
     """One after the other they would never be together in the engine."""
     together = threading.Event()
 
     def ask(number: int) -> bytes:
-        values = inputs(grpc.InferInput, text_input=texts(f"{number}"), max_tokens=numbers(200))
+        asked = {"text_input": texts(f"{number}"), "max_tokens": numbers(200), "tree_budget": numbers(4)}
+        values = inputs(grpc.InferInput, **asked)
         with grpc.InferenceServerClient(tiny_server.triton.grpc_url) as client:
             return bytes(client.infer(MODEL, values).as_numpy("text_output")[0, 0])
 
@@ -118,9 +132,9 @@ def test_requests_overlap(tiny_server: OracleServer) -> None:
     tiny_server.assert_quiet()
 
 
+@pytest.mark.usefixtures("lasting_rounds")
 def test_a_caller_who_leaves_stops_the_work(tiny_server: OracleServer) -> None:
-    asked = {"text_input": texts("leave"), "max_tokens": numbers(450), "ignore_eos": np.array([[True]])}
-    values = inputs(grpc.InferInput, **asked)
+    values = inputs(grpc.InferInput, text_input=texts("leave"), **ENDLESS)
     before = cancelled(tiny_server)
     told: queue.Queue[Any] = queue.Queue()
 
@@ -161,8 +175,9 @@ def test_a_caller_who_leaves_stops_nobody_else_with_the_same_id(tiny_server: Ora
     tiny_server.assert_quiet()
 
 
+@pytest.mark.usefixtures("lasting_rounds")
 def test_a_request_is_stopped_by_its_id(tiny_server: OracleServer) -> None:
-    values = {"text_input": texts("stop"), "max_tokens": numbers(450), "ignore_eos": np.array([[True]])}
+    values = {"text_input": texts("stop"), **ENDLESS}
     with grpc.InferenceServerClient(tiny_server.triton.grpc_url) as client, ThreadPoolExecutor(1) as pool:
         running = pool.submit(client.infer, MODEL, inputs(grpc.InferInput, **values), request_id="mine")
         wait_until(lambda: tiny_server.held().sessions > 0)

@@ -1,7 +1,8 @@
 """The drafter stage with the tests' oracle instead of a DFlash draft; everything else of a stage is real.
 
-The oracle's file is named by DDTREE_TEST_ORACLE: the tests are no installed package. Two operations more than
-a drafter has: `set_noise`, and `lose`, which forgets all sessions at the next draft.
+The oracle's file is named by DDTREE_TEST_ORACLE: the tests are no installed package. Three operations more
+than a drafter has: `set_noise`, `set_pause` (its seconds come as `noise`), and `lose`, which forgets all
+sessions at the next draft.
 """
 
 from __future__ import annotations
@@ -45,6 +46,10 @@ class TritonPythonModel(stage_model._StageModel):
             oracle.noise = float(arrays["noise"][0])
             return _done()
 
+        def set_pause(arrays: Mapping[str, Any]) -> Arrays:
+            oracle.pause_s = float(arrays["noise"][0])
+            return _done()
+
         def lose(_: Mapping[str, Any]) -> Arrays:
             oracle.lose_next = True
             return _done()
@@ -54,6 +59,7 @@ class TritonPythonModel(stage_model._StageModel):
             "release": stage_model._release(oracle),
             "draft": stage_model._exchange(oracle.draft, DraftRequest, torch.float32),
             "set_noise": set_noise,
+            "set_pause": set_pause,
             "lose": lose,
         }
 

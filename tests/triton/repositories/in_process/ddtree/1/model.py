@@ -1,8 +1,8 @@
 """The model `ddtree` with both stages in its process, the drafter being the tests' oracle.
 
 The oracle's file is named by DDTREE_TEST_ORACLE: the tests are no installed package. A request whose text
-begins with `stages:` is not decoded but an order to the stages: `describe`, `noise 0.5`, `lose drafter`,
-`lose verifier`.
+begins with `stages:` is not decoded but an order to the stages: `describe`, `noise 0.5`, `pause 0.01`,
+`lose drafter`, `lose verifier`.
 """
 
 from __future__ import annotations
@@ -61,6 +61,8 @@ class TritonPythonModel(orchestrator.TritonPythonModel):
         match order:
             case ["noise", noise]:
                 self._oracle.noise = float(noise)
+            case ["pause", seconds]:
+                self._oracle.pause_s = float(seconds)
             case ["lose", "drafter"]:
                 self._oracle.lose_next = True
             case ["lose", "verifier"]:
