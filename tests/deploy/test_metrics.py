@@ -244,7 +244,7 @@ def test_the_command_bench_serves_its_own_numbers_meanwhile(
 ) -> None:
     port = choose_ports("127.0.0.1", None, None, None).http
     command = [sys.executable, "-c", "from ddtree_client.cli import main; main()", "bench",
-               "--url", server.triton.grpc_url, "--draft-mode", "off", "--requests", "30", "--raw",
+               "--url", server.triton.grpc_url, "--draft-mode", "off", "--requests", "12", "--raw",
                "--max-tokens", "120", "--ignore-eos", "--metrics-port", str(port)]  # fmt: skip
     address = f"127.0.0.1:{port}"
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as bench:
@@ -257,6 +257,6 @@ def test_the_command_bench_serves_its_own_numbers_meanwhile(
     counted = [one for one in readings if one.has("ddtree_client_requests_total")]
     assert counted
     done = counted[-1].total("ddtree_client_requests_total", draft_mode="off", outcome="completed")
-    assert 0 < done <= 30
+    assert 0 < done <= 12
     tokens = counted[-1].total("ddtree_client_output_tokens_total", draft_mode="off")
     assert 120 * done <= tokens <= 120 * (done + 1)

@@ -18,7 +18,7 @@ from ddtree_local.server import LocalTriton
 
 pytestmark = [pytest.mark.triton, pytest.mark.demo, pytest.mark.timeout(600)]
 
-MAX_TOKENS = 64
+MAX_TOKENS = 40
 AT_ONCE = 4
 BUDGETS = (8, 1, 16, 4, -1, 6, 32, 12, 2, 64)  # -1: the server chooses
 QUESTIONS = (
@@ -148,7 +148,7 @@ def test_twenty_answers_streamed_four_at_a_time(address: str, codec: TextCodec, 
         assert (result.stats.draft_tokens == 0) == (ask.mode == "off")
         assert result.stats.accepted_draft_tokens <= result.stats.draft_tokens
     accepted = sum(result.stats.accepted_draft_tokens for _, result in answers)
-    assert accepted > 200, "a trained drafter must be right now and then"
+    assert accepted > 100, "a trained drafter must be right now and then"
     # The last answer is out before both stages were told that its sequence has ended.
     deadline = time.monotonic() + 10
     while (held := usage_of(address)) != [(0, 0), (0, 0)] and time.monotonic() < deadline:

@@ -17,6 +17,8 @@ from tests.triton.oracle_server import OracleServer
 
 pytestmark = pytest.mark.triton
 
+# What the command makes of traces; that both topologies send the same is test_trace's matter.
+one_topology = pytest.mark.parametrize("oracle_server", ["in_process"], indirect=True)
 COMMAND = (sys.executable, "-c", "from ddtree_client.cli import main; main()")
 
 
@@ -65,6 +67,7 @@ def test_a_page_and_json_of_one_answer(oracle_server: OracleServer, tmp_path: Pa
         watched.assert_quiet(page_file)
 
 
+@one_topology
 def test_drafts_are_marked_and_the_text_is_the_same(oracle_server: OracleServer) -> None:
     oracle_server.set_noise(0.4)
     options = ("--max-tokens", "30", "--tree-budget", "12")
@@ -79,6 +82,7 @@ def test_drafts_are_marked_and_the_text_is_the_same(oracle_server: OracleServer)
     assert re.sub("[«»]", "", chat.stdout).rstrip("\n") == plain.stdout.rstrip("\n")
 
 
+@one_topology
 @pytest.mark.parametrize("no_color", ["", "1"], ids=["colour", "no colour"])
 def test_chat_at_a_terminal_shows_marks_and_numbers(oracle_server: OracleServer, no_color: str) -> None:
     oracle_server.set_noise(0.0)
@@ -111,6 +115,7 @@ def _read(terminal: int) -> bytes:
         return b""
 
 
+@one_topology
 def test_a_trace_must_go_somewhere(oracle_server: OracleServer) -> None:
     done = ddtree(oracle_server, "trace", "hi", exit_code=2)
     assert "--html FILE, --json FILE or both" in done.stderr
@@ -119,6 +124,7 @@ def test_a_trace_must_go_somewhere(oracle_server: OracleServer) -> None:
         assert "for programs there is ddtree trace" in done.stderr
 
 
+@one_topology
 def test_tuning_on_a_real_server(oracle_server: OracleServer, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('"one"\n{"prompt": "two"}\n{"turns": ["three"]}\n', encoding="utf-8")
