@@ -258,5 +258,6 @@ def test_our_kernels_are_right_in_every_bucket(caplog: pytest.LogCaptureFixture)
     for rows in (1, 9, 65):
         inputs = torch.randn(rows, 128).to(DEVICE, BF16)
         assert linear.config_for(inputs) is not None
-        far = (linear(inputs).double() - inputs.double() @ weight.double().T).abs().max()
-        assert far <= 0.5  # of values near 40, rounded to eight bits
+        # Eight bits, which the interpreter cuts off instead of rounding.
+        expected = inputs.double() @ weight.double().T
+        torch.testing.assert_close(linear(inputs).double(), expected, rtol=2**-7, atol=2**-7)
