@@ -75,17 +75,17 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_busy_server_is_alive_although_the_request_waits() -> None:
-    script = Script([rounds(5), rounds(5), rounds(6)], generate_s=3.0)
+    script = Script([rounds(5), rounds(5), rounds(6)], generate_s=6.0)
     with scripted(script) as server:
         started = time.monotonic()
-        assert probe.alive(server, 2.0) == (True, "rounds go on")
-        assert time.monotonic() - started < 1.5
-        assert script.generated.wait(1)
+        assert probe.alive(server, 5.0) == (True, "rounds go on")
+        assert time.monotonic() - started < 4.0
+        assert script.generated.wait(10)
 
 
 def test_a_busy_server_is_alive_although_the_request_is_refused() -> None:
     with scripted(Script([rounds(5), rounds(5), rounds(5), rounds(6)], generate_status=503)) as server:
-        assert probe.alive(server, 2.0) == (True, "rounds go on")
+        assert probe.alive(server, 10.0) == (True, "rounds go on")
 
 
 def test_a_server_that_answers_nothing_and_decodes_nothing_is_dead() -> None:
@@ -97,7 +97,7 @@ def test_a_server_that_answers_nothing_and_decodes_nothing_is_dead() -> None:
 
 def test_a_refusal_without_rounds_is_dead_and_says_why() -> None:
     with scripted(Script([rounds(5)], generate_status=500)) as server:
-        is_alive, why = probe.alive(server, 0.3)
+        is_alive, why = probe.alive(server, 1.0)
     assert not is_alive
     assert "500" in why
     assert "too many requests wait" in why
@@ -109,7 +109,7 @@ def test_a_server_whose_gate_is_shut_is_alive(tmp_path: Path) -> None:
         DrainGate(tmp_path / "drain").check()
     script = Script([rounds(5)], generate_status=503, refusal=str(refused.value))
     with scripted(script) as server:
-        assert probe.alive(server, 1.0) == (True, "the gate is shut")
+        assert probe.alive(server, 10.0) == (True, "the gate is shut")
 
 
 def test_a_closed_port_is_neither_ready_nor_alive(capsys: pytest.CaptureFixture[str]) -> None:

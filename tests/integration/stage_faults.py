@@ -44,11 +44,11 @@ def no_fault(_: str, __: Any) -> None:
 
 async def until(condition: Callable[[], object]) -> None:
     """Give the engine its turns until something is so."""
-    for _ in range(20_000):
+    for _ in range(60_000):
         if condition():
             return
         await asyncio.sleep(0.001)
-    raise AssertionError("it did not come so far within 20 s")
+    raise AssertionError("it did not come so far within a minute")
 
 
 class FaultyStages(InProcessStages):

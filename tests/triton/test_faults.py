@@ -49,7 +49,7 @@ def test_streams_outlive_a_killed_stage(world: World, expected: Expected, stage:
 def test_a_killed_orchestrators_sessions_expire_in_the_stages(world: World, expected: Expected) -> None:
     with (
         world.client() as client,
-        client.stream(input_ids=PROMPTS[0], max_tokens=150, tree_budget=4) as stream,
+        client.stream(input_ids=PROMPTS[0], max_tokens=450, tree_budget=1, ignore_eos=True) as stream,
     ):
         chunks = iter(stream)  # held: a stream whose chunks nobody reads is cancelled
         next(chunks)

@@ -18,9 +18,9 @@ pytestmark = pytest.mark.triton
 
 PLACES, QUEUE = 4, 4
 PROMPT = list(b"crowd")
-TOKENS = 120
+TOKENS = 300  # so many that the first ones still run when the last ones come, on a busy machine too
 # A refusal costs a look at a queue: what it may take is a busy machine's share.
-_REFUSED_WITHIN_S = 5.0
+_REFUSED_WITHIN_S = 20.0
 
 
 @dataclass(frozen=True)

@@ -64,11 +64,11 @@ class _CountingStages(InProcessStages):
 
 
 async def _until(condition: Callable[[], bool]) -> None:
-    for _ in range(400):
+    for _ in range(3000):
         if condition():
             return
         await asyncio.sleep(0.01)
-    raise AssertionError("it did not happen within 4 s")
+    raise AssertionError("it did not happen within 30 s")
 
 
 @pytest.mark.parametrize("failures", [0, 2])
@@ -104,7 +104,7 @@ async def test_a_port_that_fails_ends_the_publishing_and_the_listening(target: P
     board = _Board(fail_at=2)
     publisher = MetricsPublisher(Metrics(), board, interval_s=0.01)
     stages = InProcessStages(make_verifier(target), make_oracle(target, noise=0.5))
-    await asyncio.wait_for(publisher.run(stages, lambda: True), 4)
+    await asyncio.wait_for(publisher.run(stages, lambda: True), 30)
     publisher.listener(RequestArrived(RequestWatch()))
     assert not publisher.listener.has_requests
     await stages.close()
