@@ -41,8 +41,7 @@ async def test_async_break_cancels_on_the_server(client: Client, address: str) -
         async with one_cancelled_async(client):
             async for _ in stream:
                 break
-        again = other.stream(LONG)
-        async with one_cancelled_async(client) as server, again:
+        async with one_cancelled_async(client) as server, other.stream(LONG) as again:
             await asyncio.to_thread(server.wait_for, "begun")
         with pytest.raises(IncompleteAnswerError):
             _ = again.result
