@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import queue
 import re
-import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -111,7 +109,7 @@ def test_errors_are_carried_over(tiny_server: OracleServer) -> None:
 @pytest.mark.usefixtures("lasting_rounds")
 def test_requests_overlap(tiny_server: OracleServer) -> None:
     """One after the other they would never be together in the engine."""
-    together = threading.Event()
+    together = False
 
     def ask(number: int) -> bytes:
         asked = {"text_input": texts(f"{number}"), "max_tokens": numbers(200), "tree_budget": numbers(4)}
@@ -121,14 +119,12 @@ def test_requests_overlap(tiny_server: OracleServer) -> None:
 
     with ThreadPoolExecutor(9) as pool:
         waiting = [pool.submit(ask, number) for number in range(8)]
-        while not all(each.done() for each in waiting):
-            if tiny_server.held().sessions >= 8:  # two stages, so at least four requests
-                together.set()
-            time.sleep(0.005)
+        while not together and not all(each.done() for each in waiting):
+            together = tiny_server.held().sessions >= 8  # two stages, so at least four requests
         assert [each.result() for each in waiting[:2]] == [
             expected(tiny_server, f"{n}", 200)[1] for n in (0, 1)
         ]
-    assert together.is_set()
+    assert together
     tiny_server.assert_quiet()
 
 
