@@ -110,7 +110,7 @@ def store(files: dict[str, bytes], token: str = "") -> Iterator[tuple[str, list[
     """The address, and the list of what is asked."""
     handler = type("Handler", (Store,), {"files": files, "token": token, "asked": []})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     try:
         yield f"http://127.0.0.1:{server.server_port}", handler.asked  # type: ignore[attr-defined]
     finally:

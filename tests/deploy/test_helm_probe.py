@@ -56,7 +56,7 @@ def scripted(script: Script) -> Iterator[probe.Server]:
             self.wfile.write(text.encode())
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     address = f"http://127.0.0.1:{server.server_port}"
     try:
         yield probe.Server(address, address)

@@ -233,7 +233,7 @@ def serve(cluster: Cluster, folder: Path) -> Iterator[Path]:
     """Serve a cluster on a free port of the loopback; gives the kubeconfig, written into `folder`."""
     handler = type("Handler", (_Handler,), {"cluster": cluster})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
     thread.start()
     config = folder / "kubeconfig"
     config.write_text(
