@@ -66,10 +66,10 @@ class Promise:
         else:
             log_probs = request.top_log_probs.cpu().numpy()[rows, places, ranks]
         own = np.where(is_node, np.exp(log_probs.astype(np.float64)), 0.0)
-        paths = own
+        above, paths = np.ones((len(own), own.shape[1] + 1)), own  # above: of the root too, which is sure
         for _ in range(1, int(depths.max(initial=0))):
-            above = np.pad(paths, ((0, 0), (1, 0)), constant_values=1.0)
-            paths = own * np.take_along_axis(above, parents, axis=1)
+            above[:, 1:] = paths
+            paths = own * above[rows, parents]
         return cls(trees, own, paths)
 
     def tokens(self) -> list[float]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
+from functools import cache
 from typing import Any, TypeVar, get_type_hints
 
 import numpy as np
@@ -46,7 +47,7 @@ def decode(
         KeyError: an array of the message is missing.
     """
     values: dict[str, Any] = {}
-    for name, kind in get_type_hints(message_type).items():
+    for name, kind in _types_of(message_type).items():
         if is_dataclass(kind):
             inner = {
                 key.removeprefix(f"{name}_"): array
@@ -68,9 +69,14 @@ def decode(
 def names(message_type: Any) -> tuple[str, ...]:
     """What the arrays of a message are called."""
     found: list[str] = []
-    for name, kind in get_type_hints(message_type).items():
+    for name, kind in _types_of(message_type).items():
         found += [f"{name}_{inner}" for inner in names(kind)] if is_dataclass(kind) else [name]
     return tuple(found)
+
+
+@cache  # reading annotations takes as long as all the rest, and every message of a round would
+def _types_of(message_type: Any) -> Mapping[str, Any]:
+    return get_type_hints(message_type)
 
 
 def _to_bytes(features: torch.Tensor) -> np.ndarray[Any, Any]:
