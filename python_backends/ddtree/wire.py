@@ -47,7 +47,7 @@ def decode(
         KeyError: an array of the message is missing.
     """
     values: dict[str, Any] = {}
-    for name, kind in _types_of(message_type).items():
+    for name, kind in _types_of(message_type).items():  # type: ignore[arg-type]  # a class is hashable
         if is_dataclass(kind):
             inner = {
                 key.removeprefix(f"{name}_"): array
