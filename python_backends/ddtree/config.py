@@ -20,6 +20,7 @@ _CHOICES = {
     "topology": ("bls", "in_process"),
     "engine": ("torch", "trtllm", "trtllm_chain"),
     "dtype": ("auto", "bfloat16", "float16", "float32"),
+    "features_by_reference": ("auto", "always", "never"),
 }
 
 _BOOLS = {"true": True, "1": True, "false": False, "0": False}
@@ -71,6 +72,7 @@ class ServingConfig:
     drain_file: Path | None = None  # while this file is there, new requests are refused
     prefix_cache: bool = True  # prompts that begin alike share pages
     cuda_graphs: bool = True  # on a GPU: kernels of our own, and steps that are captured at load
+    features_by_reference: str = "auto"  # whether drafter and verifier share memory; auto: on a GPU
 
     def __post_init__(self) -> None:
         for name, allowed in _CHOICES.items():

@@ -1,7 +1,9 @@
 """The messages between the orchestrator and its stages: one frozen dataclass per direction.
 
 Every message is packed over `S` sequences. Tensors live where the model that made them lives; whoever
-carries a message between processes copies it, nobody else. This module knows no model and no transport.
+carries a message between processes copies it, nobody else. Rows of context features may be references on
+the way (see `feature_references`): whoever carries them cuts and joins rows, and looks into none. This
+module knows no model and no transport.
 
 Shape letters: `S` sequences, `D` draft positions, `K` candidates per position, `N` draft nodes (padded to
 the widest tree of the batch), `H` hidden size.
@@ -222,6 +224,13 @@ class FeatureResult:
 
 
 @dataclass(frozen=True)
+class FeatureProbe:
+    """Some rows by which stages try whether references to context features can be read."""
+
+    context_features: torch.Tensor  # [rows, H]
+
+
+@dataclass(frozen=True)
 class Usage:
     """What a stage holds right now."""
 
@@ -250,6 +259,7 @@ class VerifierInfo:
     usage: Usage
     # Why the engine decodes by itself instead of verifying trees, without a drafter. Empty: it does not.
     fallback: str = ""
+    shares: str = ""  # the memory in which it lets others read context features; empty: in none
 
 
 @dataclass(frozen=True)
@@ -260,3 +270,4 @@ class DrafterInfo:
     draft_hash: str
     cost_ms: float  # one draft of one sequence, measured at load
     usage: Usage
+    shares: str = ""  # the memory in which it can read context features of others; empty: in none

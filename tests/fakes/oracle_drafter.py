@@ -49,6 +49,8 @@ class Foresight:
 class OracleDrafter:
     """Drafts for sequences of one small target."""
 
+    feature_dtype = torch.float32  # of what it is given
+
     def __init__(
         self, target_folder: Path, *, block_size: int, draft_hash: str, noise: float = 0.0, seed: int = 0
     ) -> None:

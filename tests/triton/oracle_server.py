@@ -62,6 +62,8 @@ class TinyPair:
             "OMP_NUM_THREADS": "1",
             "DDTREE_KV_CACHE_MIB": "4",
             "DDTREE_PREFILL_CHUNK": "32",
+            # Of topology bls; by value, as a CPU's stages do by themselves, the other servers' do.
+            "DDTREE_FEATURES_BY_REFERENCE": "always",
         }
 
 

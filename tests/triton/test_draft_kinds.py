@@ -1,4 +1,7 @@
-"""A DFlash 2 draft through the stage models of a real server: its scores given the parent cross two hops."""
+"""A DFlash 2 draft through the stage models of a real server: its scores given the parent cross two hops.
+
+Its context features cross by reference: the drafter's process reads them in the verifier's memory.
+"""
 
 from __future__ import annotations
 
@@ -41,9 +44,11 @@ def address(target: Path, tmp_path_factory: pytest.TempPathFactory, project_root
         "OMP_NUM_THREADS": "1",
         "DDTREE_KV_CACHE_MIB": "4",
         "DDTREE_PAGE_SIZE": "16",
+        "DDTREE_FEATURES_BY_REFERENCE": "always",
     }
     with LocalTriton(project_root / "model_repository", env=env) as server:
         yield server.grpc_url
+        assert "context features cross by reference (cpu)" in server.log_path.read_text(errors="replace")
         report = server.stop()
     assert (report.exit_code, report.forced, report.orphans_killed) == (0, False, 0)
 

@@ -94,6 +94,7 @@ def test_a_stage_is_reloaded_under_load(oracle_server: OracleServer, stage: str)
     assert all(answer == expected for answer in answers)
     if stage == "target_verifier":
         assert log_of(oracle_server).count("was lost by the verifier") > losses
+    assert "context features cross by reference (cpu)" in log_of(oracle_server)
 
 
 def touch_model(server: OracleServer, stage: str) -> None:

@@ -16,6 +16,7 @@ from ddtree.wire import Arrays, decode, encode, names
 MESSAGES = (
     types.PrefillRequest, types.PrefillResult, types.DraftRequest, types.DraftResult, types.TreeRequest,
     types.TreeBatch, types.VerifyRequest, types.VerifyResult, types.FeatureRequest, types.FeatureResult,
+    types.FeatureProbe,
 )  # fmt: skip
 # The dimensions of a field (one a sequence if not listed): S sequences, D positions, K candidates, N nodes,
 # H features, T rows, R row counts.

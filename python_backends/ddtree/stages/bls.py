@@ -1,13 +1,15 @@
 """The stages as Triton models of their own, reached by business logic scripting (BLS).
 
 Each stage is called by model name with an operation and named arrays; how the call is made is handed in, so
-this module runs without Triton.
+this module runs without Triton. Context features cross by reference where both stages have shown that they
+share memory; what a reference is, the stages alone know.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, Final, TypeVar
@@ -22,6 +24,7 @@ from ddtree.types import (
     DrafterInfo,
     DraftRequest,
     DraftResult,
+    FeatureProbe,
     FeatureRequest,
     FeatureResult,
     PrefillRequest,
@@ -35,9 +38,11 @@ from ddtree.types import (
 )
 from ddtree.wire import Arrays, decode, encode, names
 
+_LOG = logging.getLogger(__name__)
 # (model, operation, inputs) to outputs; raises Unavailable when the stage cannot answer.
 StageCall = Callable[[str, str, Arrays], Awaitable[Mapping[str, Any]]]
 _Message = TypeVar("_Message")
+_BY_REFERENCE: Final[Arrays] = {"by_reference": np.array([True])}
 _ANSWERS: Final[Mapping[str, type]] = {
     "prefill": PrefillResult,
     "draft": DraftResult,
@@ -49,6 +54,7 @@ _ANSWERS: Final[Mapping[str, type]] = {
 OUTPUTS: Final[Mapping[str, tuple[str, ...]]] = {
     "describe": ("info", "stage_ms"),
     "release": ("status", "stage_ms"),
+    "probe": (*names(FeatureProbe), "stage_ms"),
     **{operation: (*names(answer), "stage_ms") for operation, answer in _ANSWERS.items()},
 }
 
@@ -60,6 +66,8 @@ class BlsStages:
         self._send = call
         self._observe = observe
         self._feature_dtype: torch.dtype | None = None
+        self._shares: tuple[str, str] = ("", "")  # what the stages said when it was last tried
+        self._wishes: Arrays = {}  # what the verifier is sent beside a message
 
     async def describe(self) -> StageInfo:
         """What is loaded, and what the stages hold now."""
@@ -67,6 +75,10 @@ class BlsStages:
         verifier, drafter = await asyncio.gather(self._describe(TARGET_VERIFIER), self._describe(DRAFTER))
         info = StageInfo(read_info(VerifierInfo, verifier), read_info(DrafterInfo, drafter))
         self._feature_dtype = getattr(torch, info.verifier.feature_dtype)
+        shares = (info.verifier.shares, info.drafter.shares)
+        if shares != self._shares:
+            self._wishes = _BY_REFERENCE if await self._can_refer(*shares) else {}
+            self._shares = shares
         return info
 
     async def prefill(self, request: PrefillRequest) -> PrefillResult:
@@ -107,13 +119,35 @@ class BlsStages:
 
     async def _exchange(self, model: str, operation: str, request: Any, result: type[_Message]) -> _Message:
         assert self._feature_dtype is not None, "describe comes before the first call"
-        outputs = await self._call(model, operation, encode(request))
+        wishes = self._wishes if model == TARGET_VERIFIER else {}
+        outputs = await self._call(model, operation, encode(request) | wishes)
         try:
             return decode(result, outputs, self._feature_dtype)
         except KeyError as error:
             raise Unavailable(
                 f"stage {model} answered {operation} without {error}; are the versions equal?"
             ) from None
+
+    async def _can_refer(self, verifier: str, drafter: str) -> bool:
+        """Whether the drafter reads by reference what the verifier says is there."""
+        if not verifier or verifier != drafter:
+            return False
+        try:
+            (rows,) = names(FeatureProbe)
+            told = await self._call(TARGET_VERIFIER, "probe", {})
+            there = await self._call(TARGET_VERIFIER, "probe", _BY_REFERENCE)
+            read = await self._call(DRAFTER, "probe", {rows: np.array(there[rows])})
+            can = np.array_equal(told[rows], read[rows])
+        except (Unavailable, KeyError) as error:
+            _LOG.warning("context features are not read by reference: %s", error)
+            return False
+        _LOG.log(
+            logging.INFO if can else logging.WARNING,
+            "context features cross %s (%s)",
+            "by reference" if can else "by value: the drafter reads other numbers than the verifier keeps",
+            verifier,
+        )
+        return can
 
     async def _describe(self, model: str) -> dict[str, Any]:
         outputs = await self._call(model, "describe", {})

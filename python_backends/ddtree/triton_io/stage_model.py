@@ -1,7 +1,7 @@
 """A stage as a Triton model: named arrays in, one operation, named arrays out.
 
-Every operation of a stage is `message in, message out`; the codec is `ddtree.wire`. A stage answers one call
-at a time and never raises into Triton: what goes wrong becomes an error response of that call.
+What a stage can be asked is `ddtree.stages.operations`' business. A stage answers one call at a time and
+never raises into Triton: what goes wrong becomes an error response of that call.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ import json
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -21,12 +20,11 @@ import triton_python_backend_utils as pb_utils
 from ddtree import logs
 from ddtree.config import ServingConfig
 from ddtree.errors import DDTreeError
+from ddtree.stages.operations import Operation, drafter_operations, exchange, verifier_operations
 from ddtree.tree import build_trees
-from ddtree.types import DraftRequest, FeatureRequest, PrefillRequest, TreeRequest, VerifyRequest
-from ddtree.wire import Arrays, decode, encode
+from ddtree.types import TreeRequest
 
 _LOG = logging.getLogger(__name__)
-Operation = Callable[[Mapping[str, Any]], Arrays]
 
 
 class _StageModel(ABC):
@@ -67,37 +65,17 @@ class _StageModel(ABC):
             return pb_utils.InferenceResponse(error=pb_utils.TritonError(f"INTERNAL: {error}"))
 
 
-def _exchange(call: Callable[[Any], Any], message_type: type, feature_dtype: torch.dtype) -> Operation:
-    return lambda arrays: encode(call(decode(message_type, arrays, feature_dtype)))
-
-
-def _describe(info: Callable[[], Any]) -> Operation:
-    return lambda _: {"info": np.array([json.dumps(asdict(info())).encode()], dtype=np.object_)}
-
-
-def _release(stage: Any) -> Operation:
-    def release(arrays: Mapping[str, Any]) -> Arrays:
-        usage = stage.release(arrays["session_ids"].tolist())
-        return {"status": np.array([usage.sessions, usage.pages_used], dtype=np.int32)}
-
-    return release
-
-
 class TargetVerifierModel(_StageModel):
     """The model `target_verifier`."""
 
     def _load(self, model_config: Mapping[str, Any]) -> dict[str, Operation]:
         from ddtree.assembly import load_verifier  # not for the tree builder, which needs no transformers
+        from ddtree.feature_references import VerifierReferences
 
-        verifier = load_verifier(ServingConfig.from_triton(model_config))
-        dtype = verifier.feature_dtype
-        return {
-            "describe": _describe(verifier.info),
-            "release": _release(verifier),
-            "prefill": _exchange(verifier.prefill, PrefillRequest, dtype),
-            "verify": _exchange(verifier.verify, VerifyRequest, dtype),
-            "read_features": _exchange(verifier.read_features, FeatureRequest, dtype),
-        }
+        config = ServingConfig.from_triton(model_config)
+        verifier = load_verifier(config)
+        refers = VerifierReferences.of(verifier, config.features_by_reference)
+        return verifier_operations(verifier, refers)
 
 
 class DrafterModel(_StageModel):
@@ -105,13 +83,12 @@ class DrafterModel(_StageModel):
 
     def _load(self, model_config: Mapping[str, Any]) -> dict[str, Operation]:
         from ddtree.assembly import load_drafter
+        from ddtree.feature_references import DrafterReferences
 
-        drafter = load_drafter(ServingConfig.from_triton(model_config))
-        return {
-            "describe": _describe(drafter.info),
-            "release": _release(drafter),
-            "draft": _exchange(drafter.draft, DraftRequest, drafter.feature_dtype),
-        }
+        config = ServingConfig.from_triton(model_config)
+        drafter = load_drafter(config)
+        refers = DrafterReferences.of(drafter, config.features_by_reference)
+        return drafter_operations(drafter, refers)
 
 
 class TreeBuilderModel(_StageModel):
@@ -120,4 +97,4 @@ class TreeBuilderModel(_StageModel):
     def _load(self, model_config: Mapping[str, Any]) -> dict[str, Operation]:
         del model_config
         torch.set_num_threads(1)  # this process must not spin beside the other stages' threads
-        return {"build_tree": _exchange(build_trees, TreeRequest, torch.float32)}
+        return {"build_tree": exchange(build_trees, TreeRequest, torch.float32)}

@@ -65,7 +65,8 @@
     "MAX_STEP_NODES" ($e.maxStepNodes | int64)
     "SESSION_TTL_S" ($e.sessionTtlSeconds | int64)
     "PREFIX_CACHE" $e.prefixCache
-    "CUDA_GRAPHS" $e.cudaGraphs }}
+    "CUDA_GRAPHS" $e.cudaGraphs
+    "FEATURES_BY_REFERENCE" $e.featuresByReference }}
 - name: DDTREE_{{ $name }}
   value: {{ $value | toString | quote }}
 {{- end }}

@@ -16,9 +16,11 @@ import numpy as np
 import torch
 
 from ddtree.config import ServingConfig
+from ddtree.feature_references import DrafterReferences
 from ddtree.models.draft_checkpoint import draft_hash, open_checkpoint
+from ddtree.shared_features import FeatureReader
+from ddtree.stages.operations import Operation, drafter_operations
 from ddtree.triton_io import stage_model
-from ddtree.types import DraftRequest
 from ddtree.wire import Arrays
 
 
@@ -37,10 +39,12 @@ def _load_oracle(config: ServingConfig) -> Any:
 class TritonPythonModel(stage_model._StageModel):
     """The model `drafter`."""
 
-    def _load(self, model_config: Mapping[str, Any]) -> dict[str, stage_model.Operation]:
+    def _load(self, model_config: Mapping[str, Any]) -> dict[str, Operation]:
         config = ServingConfig.from_triton(model_config)
         torch.set_num_threads(1)
         oracle = _load_oracle(config)
+        # It uses no features, but those it is given are read: whose references are stale has none.
+        refers = DrafterReferences(FeatureReader(torch.device("cpu"), oracle.feature_dtype), is_wanted=True)
 
         def set_noise(arrays: Mapping[str, Any]) -> Arrays:
             oracle.noise = float(arrays["noise"][0])
@@ -55,9 +59,7 @@ class TritonPythonModel(stage_model._StageModel):
             return _done()
 
         return {
-            "describe": stage_model._describe(oracle.info),
-            "release": stage_model._release(oracle),
-            "draft": stage_model._exchange(oracle.draft, DraftRequest, torch.float32),
+            **drafter_operations(oracle, refers),
             "set_noise": set_noise,
             "set_pause": set_pause,
             "lose": lose,

@@ -1,0 +1,97 @@
+"""Context features that cross by reference: the drafter gets the right ones, whatever the verifier loses."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from ddtree.engine import Engine
+from ddtree.scheduler import Scheduler
+from ddtree.shared_features import REFERENCE_BYTES
+from ddtree.stages.bls import BlsStages
+from ddtree.text import TextCodec
+from tests.fakes.pipeline import GreedyReference, generate_all, idle
+from tests.fakes.tiny_models import HIDDEN
+from tests.fakes.wired_stages import WiredStages
+from tests.integration.stage_faults import LONG, SHORT, reference_of, request
+
+ROW_BYTES = HIDDEN * 4
+
+
+@asynccontextmanager
+async def engine_of(folder: Path, wired: WiredStages) -> AsyncIterator[Engine]:
+    """An engine over these stages; afterwards nothing wrong was drafted from, and the stages are empty."""
+    scheduler = Scheduler(max_sequences=32, max_waiting=64, prefill_chunk=16)
+    engine = Engine(BlsStages(wired), TextCodec.from_folder(folder), scheduler=scheduler, feed_chunk=8)
+    await engine.start()
+    try:
+        yield engine
+        wired.before = lambda _: None
+        await idle(engine)
+        assert wired.drafter.wrong == []
+        wired.verifier.check_integrity()
+        assert wired.verifier.usage().pages_used == wired.drafter.usage().sessions == 0
+    finally:
+        await engine.stop()
+
+
+@pytest.mark.parametrize(("choice", "width"), [("always", REFERENCE_BYTES), ("auto", ROW_BYTES)])
+async def test_answers_are_right_and_so_are_the_features(
+    tiny_target: Path, tiny_reference: GreedyReference, choice: str, width: int
+) -> None:
+    wired = WiredStages(tiny_target, choice)
+    async with engine_of(tiny_target, wired) as engine:
+        # Chunked and whole prompts, a batch, and one whose beginning is cached and is read back.
+        requests = [request(LONG, 12), request(SHORT, 12, budget=0), request(SHORT, 12, budget=5)]
+        again = request((*LONG, 5, 6), 12)
+        sinks = await generate_all(engine, requests)
+        sinks += await generate_all(engine, [again])
+        for params, sink in zip([*requests, again], sinks, strict=True):
+            assert sink.token_ids == reference_of(tiny_reference, params)
+        assert set(wired.widths) == {width}
+        assert wired.drafter.rows > len(LONG) + len(SHORT)
+        assert wired.drafter.lost == 0
+
+
+@pytest.mark.parametrize("loss", ["load_verifier", "take_pages"])
+async def test_a_verifier_that_goes_while_what_it_referred_to_is_on_the_way(
+    tiny_target: Path, tiny_reference: GreedyReference, loss: str
+) -> None:
+    wired = WiredStages(tiny_target, "always")
+    async with engine_of(tiny_target, wired) as engine:
+        calls = 0
+
+        def lose(operation: str) -> None:
+            nonlocal calls
+            calls += operation == "draft"
+            if operation == "draft" and calls in (3, 9, 16):  # in a prompt, and between rounds
+                getattr(wired, loss)()
+
+        wired.before = lose
+        requests = [request(LONG), request(SHORT, budget=5)]
+        sinks = await generate_all(engine, requests)
+        for params, sink in zip(requests, sinks, strict=True):
+            assert sink.token_ids == reference_of(tiny_reference, params)
+        assert wired.drafter.lost >= 3, "no reference was stale"
+        assert wired.drafter.rows > len(LONG), "nothing was read by reference"
+
+
+async def test_a_drafter_that_forgets_is_given_its_context_by_reference_again(
+    tiny_target: Path, tiny_reference: GreedyReference
+) -> None:
+    wired = WiredStages(tiny_target, "always")
+    async with engine_of(tiny_target, wired) as engine:
+        drafts = 0
+
+        def forget(operation: str) -> None:
+            nonlocal drafts
+            drafts += operation == "draft"
+            wired.drafter.lose_next = operation == "draft" and drafts == 8
+
+        wired.before = forget
+        (sink,) = await generate_all(engine, [request(LONG)])
+        assert sink.token_ids == reference_of(tiny_reference, request(LONG))
+        assert wired.drafter.rows > 2 * len(LONG), "its context was read back"
