@@ -67,13 +67,13 @@ class _SharedProjection:
     """One matmul for several projections of the same input; keeps the output for the siblings that follow."""
 
     def __init__(self, linear: PackedLinear) -> None:
-        self._linear = linear
+        self.linear = linear
         self._input: torch.Tensor | None = None
         self._output: torch.Tensor | None = None
 
     def project(self, rows: torch.Tensor, *, is_last: bool) -> torch.Tensor:
         if self._input is not rows:
-            self._input, self._output = rows, self._linear(rows)
+            self._input, self._output = rows, self.linear(rows)
         output = self._output
         assert output is not None
         if is_last:  # hold no activation longer than the layer does
@@ -87,12 +87,17 @@ class ProjectionShare(nn.Module):
     def __init__(self, shared: _SharedProjection, columns: slice, *, is_last: bool) -> None:
         super().__init__()
         self._shared = shared
-        self._columns = columns
+        self.columns = columns
         self._is_last = is_last
+
+    @property
+    def merged(self) -> PackedLinear:
+        """The projection of all siblings at once."""
+        return self._shared.linear
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """Apply to rows `[..., in_features]`; right in any order, one matmul in the usual one."""
-        return self._shared.project(rows, is_last=self._is_last)[..., self._columns]
+        return self._shared.project(rows, is_last=self._is_last)[..., self.columns]
 
 
 class FusedRmsNorm(nn.Module):

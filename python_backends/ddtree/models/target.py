@@ -22,7 +22,7 @@ from ddtree.device.plan import DevicePlan
 from ddtree.errors import CheckpointError
 from ddtree.hybrid_cache import HybridPool
 from ddtree.kv_cache import CacheShape, KvPool
-from ddtree.models import gated_delta_net, loading, packed, target_config
+from ddtree.models import gated_delta_net, lean_layers, loading, packed, target_config
 from ddtree.recurrent.kernel_choice import kernels_for
 from ddtree.recurrent.state_pool import PoolSize, StateBudget, StatePool, StateShape
 
@@ -115,7 +115,10 @@ class TargetModel:
         gated_delta_net.install(model)
         target = cls(model, taps, state_budget)
         if packed.can_pack(device, resolved):
+            layers = _decoder_layers(model)
+            known = lean_layers.find(layers)
             packed.pack(model)
+            lean_layers.install(layers, known)
         return target
 
     @property
