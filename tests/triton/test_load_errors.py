@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from ddtree.assembly import load_in_process
+from ddtree.config import ServingConfig
+from ddtree.errors import CheckpointError, ConfigError
 from ddtree_local.errors import ServerStartError
 from ddtree_local.server import LocalTriton
 from tests.fakes.tiny_models import HIDDEN, make_draft
@@ -84,6 +87,24 @@ def start_error(product: Path, broken: Broken, pair: TinyPair, topology: str) ->
 
 
 @pytest.mark.parametrize("broken_by", BREAKS, ids=lambda break_it: break_it.__name__)
+def test_whoever_loads_is_told_in_one_line(
+    tmp_path: Path, broken_by: Callable[[TinyPair, Path], Broken]
+) -> None:
+    broken = broken_by(TinyPair.make(tmp_path), tmp_path)
+    with pytest.raises((ConfigError, CheckpointError)) as caught:
+        load_in_process(
+            ServingConfig(broken.target, broken.draft, dtype="float32", device="cpu", kv_cache_mib=4)
+        )
+    assert "\n" not in str(caught.value)
+    for part in broken.says:
+        assert part in str(caught.value)
+
+
+# Refused before anything is read, by a library that reads, and by us after reading.
+SERVED = [missing_target, truncated_target, weights_of_another_shape]
+
+
+@pytest.mark.parametrize("broken_by", SERVED, ids=lambda break_it: break_it.__name__)
 def test_in_process(
     project_root: Path, tmp_path: Path, broken_by: Callable[[TinyPair, Path], Broken]
 ) -> None:
