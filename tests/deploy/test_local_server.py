@@ -131,6 +131,7 @@ def test_it_starts_answers_and_stops(repository: Path, left_behind: LeftBehind, 
     assert facts["folder"] == []
     assert facts["env"]["DDTREE_TARGET"] == "/some/where"
     assert facts["env"]["GOMP_SPINCOUNT"] == "10000"
+    assert "glibc.malloc.hugetlb=1" in facts["env"]["GLIBC_TUNABLES"].split(":")
     assert "PYTHONPATH" not in facts["env"]
     running = left_behind(server.shm_prefix)
     assert server.pid in running.processes
