@@ -14,7 +14,7 @@ OWNER_VARIABLE = "DDTREE_LOCAL_SERVER"
 """Set in the server's and its stubs' environment to the server's shared-memory prefix, to tell them apart."""
 
 # A step reads all weights once, so large pages save a tenth of it on a CPU. Memory of a step's logits is kept
-# for the next one: a drafter with a process of its own gave it back each time, and met 894 page faults a round.
+# for the next one: a drafter with a process of its own gave it back and met 894 page faults a round.
 _MALLOC = ("hugetlb=1", "mmap_threshold=33554432", "trim_threshold=134217728")
 _ENVIRONMENT = {
     # Threads of a stub that wait in turn for one another otherwise burn the few cores the other stub needs:
