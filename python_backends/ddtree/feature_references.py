@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from ddtree.draft import Drafter
-from ddtree.errors import Unavailable
+from ddtree.errors import InvalidArgument, Unavailable
 from ddtree.sessions import Session
 from ddtree.shared_features import REFERENCE_BYTES, FeatureReader, NotShared, SharedFeatures, Span
 from ddtree.trtllm.native import NativeChainVerifier
@@ -163,16 +163,27 @@ class DrafterReferences:
         """The request with context features, whether it brings them or references to them.
 
         A sequence of which a reference is stale gets a length that no session has, so it is answered lost.
+
+        Raises:
+            InvalidArgument: the counts do not divide the rows.
         """
         rows = request.context_features
         if self._reader is None or not len(rows) or rows.shape[1] * rows.itemsize != REFERENCE_BYTES:
             return request
+        counts = request.counts.numpy().astype(np.int64)
+        if (counts < 0).any() or counts.sum() != len(rows):
+            raise InvalidArgument.of(
+                "counts",
+                f"must be 0 or more each and add up to the {len(rows)} rows of context_features",
+                counts.tolist(),
+                "send a count for every sequence",
+            )
         try:
             rows, is_fresh = self._reader.read(_references(rows))
         except NotShared as error:
             _LOG.warning("%s", error)
             is_fresh = np.zeros(len(rows), dtype=np.bool_)
-        places = np.repeat(np.arange(len(request.counts)), request.counts.numpy())
+        places = np.repeat(np.arange(len(counts)), counts)
         stale = torch.from_numpy(np.unique(places[~is_fresh]))
         lengths = request.sessions.lengths.clone()
         lengths[stale] = _NOBODYS_LENGTH

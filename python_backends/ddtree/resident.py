@@ -74,17 +74,18 @@ class RoundChoice:
 
     def nodes(self, open_sessions: Sequence[int], fixed: int, sequences: int, most_nodes: int) -> int:
         """Nodes for every sequence that leaves its budget open; the round must hold `fixed` anyway."""
-        best, best_rate = 0, 0.0
+        best, best_rate, weighed = 0, 0.0, 0
         places = self._places(sequences)
         prepared, expected = self.sizes.prepared(places), self._expected(open_sessions)
         for nodes, tokens in zip(self.sizes.nodes, expected, strict=True):
             size = next((size for size in prepared if size >= max(nodes, fixed)), None)
             if size is None or (nodes > most_nodes and nodes > 0):
                 break
+            weighed += nodes > 0
             rate = (sequences + tokens) / (self.device_ms[(places, size)] + self.host_ms)
             if rate > best_rate:
                 best, best_rate = nodes, rate
-        if len(prepared) > 1:  # else there was no choice: what trees would pay is as unknown as before
+        if weighed:  # else there was no choice: what trees would pay is as unknown as before
             self.is_resting = best == 0
         self.plain_rounds = 0 if best or fixed else self.plain_rounds + 1
         if self.plain_rounds > _TRY_EVERY:

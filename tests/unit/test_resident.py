@@ -252,6 +252,12 @@ async def test_who_begins_to_go_on_without_drafts_is_told_once_each_time() -> No
     assert told == [FellBack("not_paying")] * 4
 
 
+def test_trees_that_are_too_large_for_a_sequence_do_not_say_that_drafts_do_not_pay() -> None:
+    chooser = choice((5.0, 5.1, 5.2, 5.3))
+    assert chooser.nodes([1], 0, 1, most_nodes=4) == 0
+    assert not chooser.is_resting
+
+
 async def test_a_round_is_learnt_from_where_its_size_was_chosen_and_followed_where_it_was_held() -> None:
     lives = [make_live(number) for number in range(1, 6)]
     for live in lives:

@@ -57,7 +57,7 @@ def opened(handle: Handle, shape: Sequence[int], device: torch.device) -> torch.
         device: the one it lies on.
 
     Raises:
-        OSError: the driver refuses, as it does in the process that owns the memory.
+        OSError: the driver refuses, as it does in the process that owns the memory, or PyTorch does.
     """
     library, base = ctypes.CDLL(_LIBRARY), ctypes.c_uint64()
     raw = _IpcHandle.from_buffer_copy(bytes.fromhex(handle.text))
@@ -65,7 +65,10 @@ def opened(handle: Handle, shape: Sequence[int], device: torch.device) -> torch.
         _check(library.cuIpcOpenMemHandle_v2(ctypes.byref(base), raw, ctypes.c_uint(_LAZY_PEER_ACCESS)))
         mapped = _Mapped(base.value + handle.offset, shape)
         weakref.finalize(mapped, library.cuIpcCloseMemHandle, ctypes.c_uint64(base.value))
-        return torch.as_tensor(mapped, device=device)
+        try:
+            return torch.as_tensor(mapped, device=device)
+        except RuntimeError as error:
+            raise OSError(f"PyTorch does not take the opened memory: {error}") from error
 
 
 class _Mapped:

@@ -122,25 +122,25 @@ def install(layers: nn.ModuleList, found: Mapping[int, LayerKind]) -> int:
     angles, is_right, made = _Angles(), dict[LayerKind, bool](), 0
     for place, kind in found.items():
         layer: Any = layers[place]
-        lean = LeanLayer(layer, kind, angles)
         if kind not in is_right:
-            is_right[kind] = _gives_the_same(layer, lean, kind)
+            is_right[kind] = _gives_the_same(layer, kind)
         if is_right[kind]:
-            layer.forward = lean
+            layer.forward = LeanLayer(layer, kind, angles)
             made += 1
     return made
 
 
 @torch.inference_mode()
-def _gives_the_same(layer: Any, lean: LeanLayer, kind: LayerKind) -> bool:
+def _gives_the_same(layer: Any, kind: LayerKind) -> bool:
     """Whether both forms of a layer give and store the same bits for a small tree."""
     try:
         # Its class's forward, and not a call: who hooks the layer is told of no trial.
-        own, other = (_run(layer, form, kind) for form in (partial(type(layer).forward, layer), lean))
+        forms = (partial(type(layer).forward, layer), LeanLayer(layer, kind, _Angles()))
+        own, other = (_run(layer, form, kind) for form in forms)
+        is_same = all(map(torch.equal, own, other))
     except Exception as error:  # noqa: BLE001 - whatever a version of transformers does, there is another way
         _LOG.warning("decoder layers keep their own forward: %s", " ".join(str(error).split())[:400])
         return False
-    is_same = all(map(torch.equal, own, other))
     if not is_same:
         _LOG.warning("decoder layers keep their own forward: %s gives other numbers", type(layer).__name__)
     return is_same
