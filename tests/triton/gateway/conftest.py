@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from ddtree_local.server import LocalTriton
 from tests.fakes.pipeline import GreedyReference
 from tests.triton.gateway.running import Gateway, running
 from tests.triton.oracle_server import OracleServer, TinyPair, make_repository
+from tests.triton.shared_server import SharedServer
 
 
 @pytest.fixture(scope="session")
@@ -32,15 +34,16 @@ def tiny_server(
     )
     shutil.copytree(project_root / "model_repository_unary" / "ddtree_unary", repository / "ddtree_unary")
     (tiny_pair.draft / "README.md").write_text("Trained with `enable_thinking=False`.")
-    triton = LocalTriton(
+    make = partial(
+        LocalTriton,
         repository,
         load_models=["ddtree", "ddtree_unary"],
         env=tiny_pair.environment("in_process"),
         log_path=tmp_path_factory.mktemp("log") / "triton.log",
     )
-    with triton:
-        codec = TextCodec.from_folder(tiny_pair.target)
-        yield OracleServer(triton, "in_process", repository, codec, tiny_reference)
+    codec = TextCodec.from_folder(tiny_pair.target)
+    with SharedServer(make(), "in_process", repository, codec, tiny_reference, make=make) as server:
+        yield server
 
 
 @pytest.fixture(scope="session")
