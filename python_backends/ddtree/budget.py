@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,8 +53,12 @@ class CostCurve:
         """Give `[max_rows]` float32: entry r is the cost of r + 1 rows, never falling."""
         return self._interpolate(np.arange(1, max_rows + 1)).astype(np.float32)
 
+    @cached_property
+    def _fitted(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        return np.asarray(self.rows, dtype=np.float64), _never_falling(self.ms)
+
     def _interpolate(self, rows: NDArray[np.int64]) -> NDArray[np.float64]:
-        known, ms = np.asarray(self.rows, dtype=np.float64), _never_falling(self.ms)
+        known, ms = self._fitted
         inside: NDArray[np.float64] = np.interp(rows, known, ms)
         if len(known) == 1:
             return inside

@@ -26,6 +26,7 @@ _LEAST_TRIED = 0.25  # of those that rest, in one try: a draft for one costs alm
 _WEIGHT = 0.15  # of the newest draft in what is expected of the next
 _WEIGHT_AFTER_REST = 0.5
 _WEIGHT_OF_ONE = 0.05  # in what is expected of a sequence that has not drafted yet
+_DEEPER = 3  # positions beyond the deepest node of late that are asked for
 
 
 @dataclass
@@ -37,6 +38,15 @@ class Outlook:
     drafted: int = 0  # round of the last draft; 0 before the first
     is_resting: bool = False
     trust: float = 1.0  # see `promise`
+    reach: int = 0  # depth of its trees lately
+
+    def depth(self, most: int) -> int:
+        """Draft positions worth asking for, where a tree's size is open: each costs a row of the head."""
+        return min(most, self.reach + _DEEPER) if self.drafted else most
+
+    def reached(self, depth: int) -> None:
+        """Take how deep a tree became; what was deeper before is forgotten step by step."""
+        self.reach = max(depth, self.reach - 1)
 
     def learn(self, tokens: float, nodes: float, weight: float) -> None:
         """Take what a draft promised and what it took."""

@@ -81,8 +81,11 @@ class DraftingLoop:
         except Exception as error:  # noqa: BLE001 - whatever broke, a plain round gives the right answer
             _LOG.warning("a round without trees: %s", error)
             return TreeBatch.empty(len(batch))
-        for live, tokens, nodes in zip(drafting, promise.tokens(), trees.counts.tolist(), strict=True):
+        deepest = trees.depths.cpu().numpy().max(axis=1, initial=0).tolist()
+        counts = trees.counts.tolist()
+        for live, tokens, nodes, depth in zip(drafting, promise.tokens(), counts, deepest, strict=True):
             self._choice.learn(live.outlook, tokens, nodes)
+            live.outlook.reached(depth)
         places = {id(live): place for place, live in enumerate(batch)}
         self._promised = _Promised(drafting, [places[id(live)] for live in drafting], promise)
         return spread_trees(trees, self._promised.places, len(batch))
@@ -98,9 +101,11 @@ class DraftingLoop:
             return
         drafting, places, promise = self._promised.drafting, self._promised.places, self._promised.promise
         self._promised = None
-        accepted = verdict.accepted_tokens[places].cpu().numpy().astype(np.int64)
-        counts = verdict.accepted_counts[places].cpu().numpy().astype(np.int64)
-        is_held = (verdict.status[places] == Status.OK).tolist()
+        accepted, counts, status = (
+            field.cpu().numpy()[places].astype(np.int64)
+            for field in (verdict.accepted_tokens, verdict.accepted_counts, verdict.status)
+        )
+        is_held = (status == Status.OK).tolist()
         surprises, promised = promise.surprise(accepted, counts)
         for index, live in enumerate(drafting):
             if is_held[index]:

@@ -116,7 +116,7 @@ class RoundPlanner:
             counts=_ints([len(live.draft.pending_ids) for live in batch]),
             root_tokens=_ints([0 if context_only else live.sequence.root_token for live in batch]),
             reserve=self._draft_reserve(batch),
-            depth=0 if context_only else max(self._depth(live) for live in batch),
+            depth=0 if context_only else max(self._asked_depth(live) for live in batch),
             width=0 if context_only else self._widest(batch),
             beginnings=_beginnings(batch, lambda _: 0),  # who opens with context has begun nowhere else
         )
@@ -199,6 +199,11 @@ class RoundPlanner:
     def _depth(self, live: Live) -> int:
         """Deepest useful draft: an accepted path and its bonus token must fit into what may be emitted."""
         return max(0, min(self._draft_depth, live.sequence.remaining_tokens - 1, live.node_cap))
+
+    def _asked_depth(self, live: Live) -> int:
+        """Draft positions to ask for: no more than a tree of a size that is chosen goes to, and some."""
+        depth = self._depth(live)
+        return live.outlook.depth(depth) if _tree_budget(live) == AUTO_BUDGET else depth
 
     def _widest(self, batch: Sequence[Live]) -> int:
         """Candidates per position that some tree may use."""

@@ -33,13 +33,17 @@ def trusted(
     """
     if not log_probs.numel() or bool((trust == 1).all()):
         return log_probs
-    power = trust.reshape(-1, *(1,) * (log_probs.dim() - 1))
-    best = log_probs.topk(min(2, log_probs.shape[-1]), dim=-1).values
-    place = log_probs.argmax(dim=-1, keepdim=True)  # the first among equals, which topk does not promise
-    miss = -torch.expm1(best[..., :1].clamp(max=0.0))  # not 1 - exp: that is 0 for whatever is nearly sure
-    hit = -torch.expm1(power * miss.log())
-    corrected = torch.maximum(hit.log(), best[..., -1:]) if best.shape[-1] > 1 else hit.log()
-    return log_probs.scatter(-1, place, torch.where(power == 1, best[..., :1], corrected))
+    # Few and small arrays, of which numpy makes a fraction of torch's work.
+    changed = log_probs.cpu().numpy().reshape(-1, log_probs.shape[-1]).copy()
+    power = trust.cpu().numpy().repeat(len(changed) // len(trust))
+    rows, place = np.arange(len(changed)), changed.argmax(axis=-1)  # the first among equals
+    best = changed[rows, place]
+    changed[rows, place] = -np.inf
+    with np.errstate(divide="ignore"):  # what is sure, and what is not there
+        miss = -np.expm1(np.minimum(best, 0))  # not 1 - exp: that is 0 for whatever is nearly sure
+        hit = np.log(-np.expm1(power * np.log(miss)))
+    changed[rows, place] = np.where(power == 1, best, np.maximum(hit, changed.max(axis=-1)))
+    return torch.from_numpy(changed.reshape(log_probs.shape))
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from ddtree.types import AUTO_BUDGET, TreeBatch, TreeRequest
 
 _Value = TypeVar("_Value")
 _Table = list[list[list[_Value]]]  # [position][parent][rank]
-_AUTO_STEP = 64  # nodes grown between two looks at whether growing on can still pay
+_AUTO_STEP = 16  # nodes grown before the first look at whether growing on can still pay; then twice as many
 
 
 def useful_width(nodes: int, depth_count: int) -> int:
@@ -194,9 +194,10 @@ def _grow_while_it_pays(
     """Grow the automatic sequences' trees in their joint order to the node count `budget` chooses."""
     trees = frontier.trees
     fixed_probs = np.exp(-np.asarray(fixed_costs, dtype=np.float64))
-    path_probs, some_left = np.empty(0), True
+    path_probs, some_left, step = np.empty(0), True, _AUTO_STEP
     while some_left and budget.may_pay(path_probs, sequences, round_cost_ms, fixed_probs):
-        some_left = frontier.grow(len(frontier.owners) + _AUTO_STEP)
+        some_left = frontier.grow(len(frontier.owners) + step)
+        step *= 2
         path_probs = np.exp(-np.asarray(frontier.costs, dtype=np.float64))
     count = budget.choose(path_probs, sequences, round_cost_ms, fixed_probs)
     kept = np.bincount(np.asarray(frontier.owners[:count], dtype=np.int64), minlength=len(trees))

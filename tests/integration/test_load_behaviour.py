@@ -13,9 +13,10 @@ from ddtree import events
 from ddtree.engine import Engine
 from ddtree.params import DraftMode, GenerationParams
 from ddtree.scheduler import Scheduler
+from ddtree.types import DraftRequest, DraftResult
 from tests.fakes.collecting_sink import CollectingSink
 from tests.fakes.lives import NoText
-from tests.fakes.virtual_stages import Machine, VirtualClock, VirtualStages
+from tests.fakes.virtual_stages import BLOCK_SIZE, Machine, VirtualClock, VirtualStages
 
 _CPU_ROWS, _CPU_MS = (1, 4, 8, 17, 33, 65), (19.4, 19.6, 25.3, 34.4, 51.0, 87.5)
 _GPU_ROWS, _GPU_MS = (1, 17, 65, 129, 257, 513), (6.5, 8.4, 8.9, 9.8, 12.6, 21.0)
@@ -132,6 +133,24 @@ async def test_a_round_never_verifies_more_nodes_than_a_step_may(mode: DraftMode
         await engine.stop()
         assert max(stages.rows) <= 132
         assert max(stages.rows) > 100, "and it does use them"
+
+
+@pytest.mark.parametrize(("sure", "usual"), [(95, BLOCK_SIZE - 1), (30, 5)])
+async def test_few_positions_are_asked_for_where_trees_stay_low_and_all_where_they_are_deep(
+    sure: int, usual: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each costs a row of the drafter's head."""
+    asked: list[int] = []
+    stages = VirtualStages(CPU)
+    draft = stages.draft
+
+    async def noted(request: DraftRequest) -> DraftResult:
+        asked.append(request.depth)
+        return await draft(request)
+
+    monkeypatch.setattr(stages, "draft", noted)
+    await tokens_per_s(CPU, "tree", (sure,), 1, stages)
+    assert np.median([depth for depth in asked if depth]) == usual
 
 
 def _growing_ms(clock: VirtualClock, _: int) -> float:

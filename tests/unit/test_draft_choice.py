@@ -123,3 +123,16 @@ def test_where_drafting_pays_little_a_plain_round_now_and_then_tells_what_it_tak
     plain = [not choice.choose(drafts, [], 1)[0] for _ in range(100)]
     assert 2 <= sum(plain) <= 3 if expected else not any(plain)
     assert not drafts[0].is_resting, "it is no rest"
+
+
+def test_as_many_positions_are_asked_for_as_trees_went_deep_and_three_more() -> None:
+    outlook = Outlook()
+    assert outlook.depth(15) == 15, "nothing is known before the first draft"
+    outlook.drafted = 1
+    outlook.reached(4)
+    assert (outlook.depth(15), outlook.depth(5)) == (7, 5)
+    asked = []
+    for depth in (7, 10, 2, 2, 2, 2, 2, 2, 2, 2, 2, 13):
+        outlook.reached(depth)
+        asked.append(outlook.depth(15))
+    assert asked == [10, 13, 12, 11, 10, 9, 8, 7, 6, 5, 5, 15]
