@@ -80,7 +80,7 @@ $(STAMP): $(REQUIREMENTS) $(PACKAGES:=/pyproject.toml) $(PREREQUISITES) $(DEPLOY
 	@$(BIN)/python -m tests.browser.chromium
 	@touch $@
 
-demo: $(STAMP) ## bring the demo pair, start Triton, stream an answer, compare with plain decoding
+demo: $(STAMP) ## bring the demo pair, start Triton, stream three answers, compare with plain decoding
 	@exec $(BIN)/python -m ddtree_local.demo
 
 serve: $(STAMP) ## keep Triton up with the demo pair, or MODEL=… DRAFT=…, until Ctrl-C
