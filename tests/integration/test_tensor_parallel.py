@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,23 +19,20 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddtree import assembly
 from ddtree.attention.plan import Segment, StepPlan
-from ddtree.config import ServingConfig
-from ddtree.errors import CheckpointError, ConfigError, Unavailable
+from ddtree.errors import CheckpointError, Unavailable
 from ddtree.kv_cache import KvPool, Pages
 from ddtree.models.target import Target, TargetModel, TargetStep
 from ddtree.parallel.commands import Move
 from ddtree.parallel.group import WorkerGroup
-from ddtree.parallel.ranks import open_store
 from ddtree.parallel.target import ParallelTarget
-from ddtree.params import GenerationParams
 from ddtree.stages.in_process import InProcessStages
 from ddtree.verify import TargetVerifier, VerifierLimits
 from tests.fakes.pipeline import GreedyReference, generate_all, make_oracle, running_engine
 from tests.fakes.random_trees import depths_of, path_to, random_parents, sees_of
 from tests.fakes.target_families import COMMON, make_family
-from tests.fakes.tiny_models import EOS_ID, HIDDEN, TAPS, make_draft, make_target
+from tests.fakes.tiny_models import HIDDEN, TAPS
+from tests.fakes.workers import requests, workers_left
 
 CPU = torch.device("cpu")
 TRIED = ("llama", "llama, tied and biased", "qwen3")  # all with two KV heads for four heads
@@ -152,16 +148,6 @@ def verifier_over(target: Target) -> TargetVerifier:
     return TargetVerifier(target, projection, limits, draft_hash="tiny", feature_size=HIDDEN)
 
 
-def requests(max_tokens: int = 24) -> list[GenerationParams]:
-    source = random.Random(3)
-    shared = tuple(source.randrange(256) for _ in range(40))  # whole pages, which two of them share
-    prompts = [shared, (*shared, 5), (9, 8), tuple(source.randrange(256) for _ in range(33))]
-    return [
-        GenerationParams(prompt, max_tokens=max_tokens, tree_budget=budget, stop_ids=frozenset({EOS_ID}))
-        for prompt, budget in zip(prompts, (16, 5, 40, 0), strict=True)
-    ]
-
-
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 async def test_the_engine_emits_what_generate_emits(
     ranks: Ranks, checkpoints: dict[str, Path], name: str
@@ -180,14 +166,6 @@ def test_a_plan_that_leaves_the_logits_in_pieces_is_refused(ranks: Ranks, tmp_pa
     with pytest.raises(CheckpointError, match="gives 136 of 272 logits on each rank; set tensor_parallel"):
         divided(ranks, folder)
     assert not workers_left()
-
-
-def workers_left() -> list[str]:
-    """Command lines of this process's worker processes."""
-    children = Path(f"/proc/{os.getpid()}/task").glob("*/children")
-    pids = [pid for path in children for pid in path.read_text().split()]
-    commands = [Path(f"/proc/{pid}/cmdline").read_bytes().decode() for pid in pids]
-    return [command for command in commands if "ddtree.parallel.worker" in command]
 
 
 def break_a_worker(group: WorkerGroup, how: str) -> None:
@@ -260,50 +238,3 @@ def test_a_worker_ends_with_the_process_that_started_it() -> None:
     while status.exists() and status.read_text().rsplit(")", 1)[1].split()[0] != "Z":
         assert time.monotonic() < deadline, "the worker outlives its parent"
         time.sleep(0.05)
-
-
-def pair(folder: Path) -> dict[str, Any]:
-    sizes = {
-        "kv_cache_mib": 1,
-        "draft_kv_cache_mib": 1,
-        "page_size": 16,
-        "max_nodes": 8,
-        "max_step_nodes": 64,
-    }
-    target, draft = make_target(folder / "target"), make_draft(folder / "draft")
-    return {"target": target, "draft": draft, "dtype": "float32", "device": "cpu", "threads": 1, **sizes}
-
-
-async def test_settings_choose_ranks_and_the_drafters_device(tmp_path: Path, ranks: Ranks) -> None:
-    settings = pair(tmp_path)
-    ranks.close()  # a process has one group
-    answers = []
-    for changes in ({}, {"draft_device": "cpu"}, {"tensor_parallel": 2, "topology": "in_process"}):
-        config = ServingConfig(**{**settings, **changes})
-        stages = assembly.load_in_process(config)
-        target = stages.verifier.target
-        assert isinstance(target, ParallelTarget) is (config.tensor_parallel == 2) is dist.is_initialized()
-        async with running_engine(stages.verifier, stages.drafter, config.target) as engine:
-            answers.append([sink.token_ids for sink in await generate_all(engine, requests(12))])
-        await stages.close()
-        if isinstance(target, ParallelTarget):
-            assert len(workers_left()) == 1
-            target.close()
-    assert answers[0] == answers[1] == answers[2]
-    assert not dist.is_initialized()
-    assert not workers_left()
-
-
-def test_settings_that_cannot_be_are_refused(tmp_path: Path, ranks: Ranks) -> None:
-    with pytest.raises(ConfigError, match="tensor_parallel must be at least 1, got 0"):
-        ServingConfig(tmp_path, tmp_path, tensor_parallel=0)
-    with pytest.raises(ConfigError, match="tensor_parallel must be 1 with engine trtllm, got 2"):
-        ServingConfig(tmp_path, tmp_path, engine="trtllm", tensor_parallel=2)
-    ranks.close()
-    too_many = torch.cuda.device_count() + 2
-    with pytest.raises(ConfigError, match=rf"at most the GPUs from cuda on, got {too_many} where there are"):
-        WorkerGroup.start(too_many, torch.device("cuda"))
-    dist.init_process_group("gloo", store=open_store(1, 5), rank=0, world_size=1)
-    with pytest.raises(ConfigError, match="got 2 where this process has joined a group already"):
-        WorkerGroup.start(2, CPU)
-    dist.destroy_process_group()
