@@ -33,6 +33,9 @@ from ddtree.page_table import PageTable
 REFERENCE_BYTES: Final = 4 * 8  # of one row's reference
 _HEADER_BYTES: Final = 4096
 _PROBED_ROWS: Final = 4
+_MOST_SOURCES: Final = (
+    4  # whose rows are read in a call: a verifier's, and of one before it what is on the way
+)
 
 
 class NotShared(Exception):
@@ -131,7 +134,11 @@ class SharedFeatures:
             dtype = str(features.dtype).removeprefix("torch.")
             sizes = (pool.page_size, pool.num_pages, row_bytes)
             header = _Header(secrets.randbits(63), self.place, dtype, *sizes, handle.text, handle.offset)
-            self._file = _File.create(self._number, header)
+            try:
+                self._file = _File.create(self._number, header)
+            except BaseException:
+                os.close(self._number)
+                raise
         except (OSError, AttributeError) as error:
             raise NotShared(f"the system does not let memory be shared: {error}") from error
         pool.table = _TurnedPages(self._file.turns)
@@ -181,7 +188,8 @@ class FeatureReader:
     def read(self, references: torch.Tensor) -> tuple[torch.Tensor, NDArray[np.bool_]]:
         """Rows `[n, H]` on the device, and which of them are what was meant: others hold anything.
 
-        One verifier's rows are read in a call, the last one's; those of one before it are stale.
+        Each row is read where it says that it is. Those of a verifier that cannot be reached are stale, and
+        so are those of another width than the last reachable one's, and of more verifiers than there can be.
 
         Args:
             references: `[n, 4]` int64, at least one, see `SharedFeatures.refer`.
@@ -190,15 +198,41 @@ class FeatureReader:
             NotShared: none of the rows can be reached.
         """
         words = references.numpy()
-        place, key = words[-1, :2].tolist()
+        named = words[::-1, :2]
+        is_new = np.append(
+            [True], (named[1:] != named[:-1]).any(axis=1)
+        )  # than the row before: mostly one is
+        sources = list(dict.fromkeys(map(tuple, named[is_new].tolist())))
+        rows: torch.Tensor | None = None
+        all_fresh = np.zeros(len(words), dtype=np.bool_)
+        failure = ""
+        for place, key in sources[:_MOST_SOURCES]:
+            try:
+                source = self._open(place, key)
+            except (OSError, ValueError, TypeError) as error:
+                failure = f"process {place >> 32} cannot be reached: {error}"
+                continue
+            meant = np.flatnonzero((words[:, 0] == place) & (words[:, 1] == key))
+            part, is_fresh = source.read(words[meant, 2], words[meant, 3])
+            if len(meant) == len(words):
+                return part, is_fresh
+            if rows is None:
+                rows = part.new_zeros((len(words), part.shape[1]))
+            if part.shape[1] == rows.shape[1]:
+                rows[torch.from_numpy(meant).to(rows.device)] = part
+                all_fresh[meant] = is_fresh
+        if rows is None:
+            raise NotShared(failure)
+        return rows, all_fresh
+
+    def _open(self, place: int, key: int) -> _OpenedFeatures:
         if self._opened is None or self._opened.key != key or not self._opened.is_kept:
             self._opened = None  # first: memory of a process that has ended is held by this one alone
-            try:
-                self._opened = _OpenedFeatures(place, self._device, self._dtype)
-            except (OSError, ValueError, TypeError) as error:
-                raise NotShared(f"process {place >> 32} cannot be reached: {error}") from error
-        rows, is_fresh = self._opened.read(words[:, 2], words[:, 3])
-        return rows, is_fresh & (words[:, 1] == self._opened.key)
+            found = _OpenedFeatures(place, self._device, self._dtype)
+            if found.key != key:
+                raise ValueError("the descriptor is another file's by now")
+            self._opened = found
+        return self._opened
 
 
 class _OpenedFeatures:

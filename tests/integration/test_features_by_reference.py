@@ -2,30 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ddtree.engine import Engine
+from ddtree.errors import Unavailable
 from ddtree.scheduler import Scheduler
 from ddtree.shared_features import REFERENCE_BYTES
 from ddtree.stages.bls import BlsStages
 from ddtree.text import TextCodec
+from ddtree.wire import Arrays
 from tests.fakes.pipeline import GreedyReference, generate_all, idle
 from tests.fakes.tiny_models import HIDDEN
 from tests.fakes.wired_stages import WiredStages
 from tests.integration.stage_faults import LONG, SHORT, reference_of, request
 
 ROW_BYTES = HIDDEN * 4
+CHUNK = 16  # tokens of a prompt that are read in a step
 
 
 @asynccontextmanager
-async def engine_of(folder: Path, wired: WiredStages) -> AsyncIterator[Engine]:
+async def engine_of(
+    folder: Path, wired: WiredStages, stages: BlsStages | None = None
+) -> AsyncIterator[Engine]:
     """An engine over these stages; afterwards nothing wrong was drafted from, and the stages are empty."""
-    scheduler = Scheduler(max_sequences=32, max_waiting=64, prefill_chunk=16)
-    engine = Engine(BlsStages(wired), TextCodec.from_folder(folder), scheduler=scheduler, feed_chunk=8)
+    scheduler = Scheduler(max_sequences=32, max_waiting=64, prefill_chunk=CHUNK)
+    engine = Engine(
+        stages or BlsStages(wired), TextCodec.from_folder(folder), scheduler=scheduler, feed_chunk=8
+    )
     await engine.start()
     try:
         yield engine
@@ -95,3 +103,34 @@ async def test_a_drafter_that_forgets_is_given_its_context_by_reference_again(
         (sink,) = await generate_all(engine, [request(LONG)])
         assert sink.token_ids == reference_of(tiny_reference, request(LONG))
         assert wired.drafter.rows > 2 * len(LONG), "its context was read back"
+
+
+async def test_references_taken_while_sequences_run_that_have_rows_by_value(
+    tiny_target: Path, tiny_reference: GreedyReference, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The two cannot be joined in a message to the drafter; it costs no more than a round without drafts."""
+    wired = WiredStages(tiny_target, "always")
+    is_busy = True
+    left = len(LONG)  # to read
+
+    async def call(model: str, operation: str, arrays: Arrays) -> Mapping[str, Any]:
+        nonlocal is_busy, left
+        if operation == "probe" and is_busy:
+            raise Unavailable("it is busy")
+        if operation == "prefill":
+            left = int(len(LONG) - arrays["sessions_lengths"][-1] - arrays["counts"][-1])
+        if operation == "verify" and left <= CHUNK and is_busy:
+            # The metrics ask again: this answer still comes by value, and the last chunk by reference.
+            is_busy = False
+            await stages.describe()
+        return await wired(model, operation, arrays)
+
+    stages = BlsStages(call)
+    async with engine_of(tiny_target, wired, stages) as engine:
+        requests = [request(SHORT), request(LONG)]
+        sinks = await generate_all(engine, requests)
+        for params, sink in zip(requests, sinks, strict=True):
+            assert sink.token_ids == reference_of(tiny_reference, params)
+    assert not is_busy
+    assert set(wired.widths) == {ROW_BYTES, REFERENCE_BYTES}
+    assert "no drafts from now on" not in caplog.text

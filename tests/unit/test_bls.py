@@ -117,6 +117,32 @@ async def test_references_are_taken_where_the_drafter_reads_what_the_verifier_ke
     assert await told.takes_references(stages) == wanted
 
 
+@pytest.mark.parametrize("read", [None, ROWS + 1])
+async def test_stages_whose_try_failed_are_tried_again_and_not_for_ever(
+    read: np.ndarray[Any, Any] | None,
+) -> None:
+    """One that was busy at that very moment was never asked again."""
+    told = Told("cpu", "cpu", read)
+    stages = BlsStages(told)
+    await stages.describe()
+    assert not await told.takes_references(stages)
+    told.read = ROWS
+    await stages.describe()
+    assert await told.takes_references(stages)
+    assert told.probes == 6
+
+    never = Told("cpu", "cpu", read)
+    stages = BlsStages(never)
+    for _ in range(200):
+        await stages.describe()
+    assert never.probes == 6 * 3
+    never.shares["drafter"] = never.shares["target_verifier"] = "cuda a"
+    await stages.describe()
+    never.read = ROWS
+    await stages.describe()
+    assert await never.takes_references(stages)
+
+
 async def test_stages_are_tried_once_and_again_when_they_say_something_else() -> None:
     told = Told("cpu", "cpu", ROWS)
     stages = BlsStages(told)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,43 +18,10 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from ddtree.errors import InvalidArgument
 from ddtree.feature_references import DrafterReferences
-from ddtree.kv_cache import CacheShape, KvPool, Pages
+from ddtree.kv_cache import KvPool, Pages
 from ddtree.shared_features import REFERENCE_BYTES, FeatureReader, NotShared, SharedFeatures, Span
 from ddtree.types import DraftRequest, SessionBatch
-
-CPU = torch.device("cpu")
-PAGE, NUM_PAGES, WIDTH = 4, 7, 6
-
-
-def make_pool(
-    width: int = WIDTH, dtype: torch.dtype = torch.float32, page_size: int = PAGE, pages: int = NUM_PAGES
-) -> KvPool:
-    shape = CacheShape(layers=1, kv_heads=1, head_dim=1, feature_size=width, dtype=dtype)
-    budget = shape.bytes_per_slot * page_size * pages
-    return KvPool(shape, budget_bytes=budget, page_size=page_size, device=CPU)
-
-
-class Verifier:
-    """A pool whose owners fill their slots with numbers that nobody else has."""
-
-    def __init__(self) -> None:
-        self.pool = make_pool()
-        self.shared = SharedFeatures(self.pool)
-        self._next = 1.0
-
-    def fill(self, pages: Pages, start: int, stop: int) -> torch.Tensor:
-        """Write rows, and give them."""
-        rows = self._next + torch.arange((stop - start) * WIDTH, dtype=torch.float32).view(-1, WIDTH)
-        self._next += rows.numel()
-        self.pool.features[pages.slots[start:stop]] = rows
-        return rows
-
-    def filled(self, slots: int) -> tuple[Pages, torch.Tensor, torch.Tensor]:
-        """A new owner, its rows and references to all of them."""
-        pages = self.pool.reserve(slots)
-        assert pages is not None
-        rows = self.fill(pages, 0, slots)
-        return pages, rows, self.shared.refer([Span(pages.indices, 0, slots)])
+from tests.fakes.sharing_verifier import CPU, NUM_PAGES, PAGE, WIDTH, Verifier, make_pool
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -130,8 +98,9 @@ def test_what_is_no_such_file_is_not_read(tmp_path: Any) -> None:
     verifier, reader = Verifier(), FeatureReader(CPU, torch.float32)
     _, _, references = verifier.filled(2)
     other = references.clone()
-    other[:, 1] += 1  # the key: the descriptor is another file's by now
-    assert not reader.read(other)[1].any()
+    other[:, 1] += 1  # the key
+    with pytest.raises(NotShared, match="the descriptor is another file's by now"):
+        reader.read(other)
     with (tmp_path / "empty").open("wb+") as file:
         other[:, 0] = os.getpid() << 32 | file.fileno()
         with pytest.raises(NotShared, match=f"process {os.getpid()} cannot be reached"):
@@ -153,6 +122,21 @@ def test_counts_that_do_not_divide_the_references_are_refused_before_anything_is
     references = DrafterReferences(FeatureReader(CPU, torch.float32), is_wanted=True)
     with pytest.raises(InvalidArgument, match="counts must be 0 or more each and add up to the 1 rows"):
         references.resolved(request)
+
+
+def test_what_was_made_of_a_file_that_cannot_be_filled_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[tuple[int, os.stat_result]] = []
+
+    def refuse(file: int, _: int) -> None:
+        made.append((file, os.fstat(file)))
+        raise OSError("no room")
+
+    monkeypatch.setattr(os, "ftruncate", refuse)
+    with pytest.raises(NotShared, match="no room"):
+        SharedFeatures(make_pool())
+    ((number, file),) = made
+    with suppress(OSError):  # there is none of this number
+        assert not os.path.samestat(file, os.fstat(number)), "it is still open"
 
 
 def test_features_as_wide_as_references_are_refused() -> None:
@@ -192,15 +176,58 @@ def test_the_rows_of_a_process_that_was_killed_are_out_of_reach() -> None:
         reader.read(theirs)
 
 
-def test_rows_of_a_verifier_before_this_one_are_stale() -> None:
+@pytest.mark.parametrize("lost", ["key", "place", "page", "none"])
+def test_rows_of_two_verifiers_are_each_read_where_they_are(lost: str) -> None:
+    """The last row decided for all, so one on the way from a verifier that was gone cost the whole batch."""
     reader = FeatureReader(CPU, torch.float32)
     earlier, verifier = Verifier(), Verifier()
-    _, _, gone = earlier.filled(2)
-    assert reader.read(gone)[1].all()
+    (leaving, old, theirs), (_, new, ours) = earlier.filled(2), verifier.filled(5)
+    if lost == "key":
+        theirs[:, 1] += 1
+    if lost == "place":
+        theirs[:, 0] = 0  # no process
+    if lost == "page":
+        earlier.pool.release(leaving)
+        assert earlier.pool.reserve(1) is not None
+    for _ in range(2):
+        read, is_fresh = reader.read(torch.cat([theirs[:1], ours[:3], ours[3:], theirs[1:]]))
+        assert is_fresh.tolist() == [lost == "none"] + [True] * 5 + [lost == "none"]
+        assert torch.equal(read[is_fresh], torch.cat([old[:1], new, old[1:]])[is_fresh])
+
+
+def test_rows_of_verifiers_of_another_width_than_the_last_ones_are_stale() -> None:
+    reader, verifier = FeatureReader(CPU, torch.float32), Verifier()
+    narrow = SharedFeatures(make_pool(width=WIDTH - 1))
+    _, rows, references = verifier.filled(2)
+    read, is_fresh = reader.read(torch.cat([narrow.probe()[1], references]))
+    assert is_fresh.tolist() == [False] * PAGE + [True] * 2
+    assert torch.equal(read[is_fresh], rows)
+
+
+def test_no_more_verifiers_are_looked_for_than_there_can_be() -> None:
+    """A caller of the drafter itself names what it likes; each name costs opening a file."""
+    reader, verifier = FeatureReader(CPU, torch.float32), Verifier()
+    _, _, references = verifier.filled(3)
+    unknown = references.repeat(2, 1)
+    unknown[:, 1] += torch.arange(1, 7)
+    assert reader.read(torch.cat([references, unknown[:3]]))[1].any()
+    with pytest.raises(NotShared):
+        reader.read(torch.cat([references, unknown]))
+
+
+def test_a_sequence_is_not_lost_with_another_ones_references() -> None:
+    reader, verifier = FeatureReader(CPU, torch.float32), Verifier()
     _, rows, references = verifier.filled(3)
-    read, is_fresh = reader.read(torch.cat([gone, references]))
-    assert is_fresh.tolist() == [False] * 2 + [True] * 3
-    assert torch.equal(read[2:], rows)
+    references[2, 0] = 0  # of the second sequence, no process
+    numbers = torch.tensor([2, 1], dtype=torch.int32)
+    sessions = SessionBatch(torch.arange(2), numbers * 0, numbers)
+    features = references.view(torch.uint8).view(torch.float32)
+    request = DraftRequest(
+        sessions, numbers[[0, 0, 0]], features, numbers, numbers, numbers, depth=0, width=0
+    )
+    resolved = DrafterReferences(reader, is_wanted=True).resolved(request)
+    assert torch.equal(resolved.context_features[:2], rows[:2])
+    assert (resolved.sessions.lengths == numbers).tolist() == [True, False]
 
 
 class ReferenceMachine(RuleBasedStateMachine):

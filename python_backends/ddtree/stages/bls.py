@@ -43,6 +43,8 @@ _LOG = logging.getLogger(__name__)
 StageCall = Callable[[str, str, Arrays], Awaitable[Mapping[str, Any]]]
 _Message = TypeVar("_Message")
 _BY_REFERENCE: Final[Arrays] = {"by_reference": np.array([True])}
+# A try fails also where a stage is only busy, or its rows are written meanwhile: counted in descriptions.
+_TRIED_AGAIN_AT: Final = frozenset({2, 4, 8, 16, 32})
 _ANSWERS: Final[Mapping[str, type]] = {
     "prefill": PrefillResult,
     "draft": DraftResult,
@@ -67,6 +69,7 @@ class BlsStages:
         self._observe = observe
         self._feature_dtype: torch.dtype | None = None
         self._shares: tuple[str, str] = ("", "")  # what the stages said when it was last tried
+        self._descriptions = 0  # that said so
         self._wishes: Arrays = {}  # what the verifier is sent beside a message
 
     async def describe(self) -> StageInfo:
@@ -76,7 +79,9 @@ class BlsStages:
         info = StageInfo(read_info(VerifierInfo, verifier), read_info(DrafterInfo, drafter))
         self._feature_dtype = getattr(torch, info.verifier.feature_dtype)
         shares = (info.verifier.shares, info.drafter.shares)
-        if shares != self._shares:
+        is_new = shares != self._shares
+        self._descriptions = 1 if is_new else self._descriptions + 1
+        if is_new or (not self._wishes and self._descriptions in _TRIED_AGAIN_AT):
             self._wishes = _BY_REFERENCE if await self._can_refer(*shares) else {}
             self._shares = shares
         return info
