@@ -33,9 +33,8 @@ from ddtree.page_table import PageTable
 REFERENCE_BYTES: Final = 4 * 8  # of one row's reference
 _HEADER_BYTES: Final = 4096
 _PROBED_ROWS: Final = 4
-_MOST_SOURCES: Final = (
-    4  # whose rows are read in a call: a verifier's, and of one before it what is on the way
-)
+# Verifiers whose rows are read in a call: the present one, and what is still on the way from those before it.
+_MOST_SOURCES: Final = 4
 
 
 class NotShared(Exception):
@@ -199,10 +198,8 @@ class FeatureReader:
         """
         words = references.numpy()
         named = words[::-1, :2]
-        is_new = np.append(
-            [True], (named[1:] != named[:-1]).any(axis=1)
-        )  # than the row before: mostly one is
-        sources = list(dict.fromkeys(map(tuple, named[is_new].tolist())))
+        is_change = np.append([True], (named[1:] != named[:-1]).any(axis=1))  # mostly all rows name one
+        sources = list(dict.fromkeys(map(tuple, named[is_change].tolist())))
         rows: torch.Tensor | None = None
         all_fresh = np.zeros(len(words), dtype=np.bool_)
         failure = ""
