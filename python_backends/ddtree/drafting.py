@@ -52,6 +52,7 @@ class DraftingLoop:
         """Candidates for the sequences of `batch` that can have any: (those sequences, their candidates)."""
         able = [live for live in batch if live.draft.is_wanted and live.sequence.remaining_tokens > 1]
         wanting = self._choose(able, len(batch))
+        _let_mixed_rows_be_read_back(wanting)
         await self._catch_up(wanting)
         wanting = [live for live in wanting if live.draft.is_ready]
         if not wanting:
@@ -124,12 +125,14 @@ class DraftingLoop:
 
     async def feed(self, batch: Sequence[Live]) -> None:
         """Deliver owed context without asking for candidates."""
+        _let_mixed_rows_be_read_back(batch)
         await self._catch_up([live for live in batch if live.draft.is_behind])
         await self._deliver([live for live in batch if not live.draft.is_behind])
 
     async def bring_up(self, batch: Sequence[Live]) -> None:
         """Give the drafter all it lacks of these sequences; nobody drafts."""
         wanting = [live for live in batch if live.draft.is_wanted]
+        _let_mixed_rows_be_read_back(wanting)
         await self._catch_up([live for live in wanting if live.draft.is_lost or live.draft.is_behind])
         await self._deliver([live for live in wanting if not live.draft.is_behind])
 
@@ -234,3 +237,11 @@ class DraftingLoop:
         draft.pending_ids += later_ids
         draft.pending_features += later_features
         return stop - begun
+
+
+def _let_mixed_rows_be_read_back(batch: Sequence[Live]) -> None:
+    """Context features by value and by reference cannot be joined: after a change of ways all come anew."""
+    if len({piece.shape[1] for live in batch for piece in live.draft.pending_features}) > 1:
+        for live in batch:
+            if live.draft.pending_features:
+                live.draft.fall_behind(live.committed)
