@@ -23,6 +23,7 @@ RULES = Path(__file__).parents[2] / "deploy" / "helm" / "ddtree" / "rules" / "dd
 TIGHT = {"DDTREE_MAX_SEQUENCES": "5", "DDTREE_MAX_WAITING": "2", "DDTREE_KV_CACHE_MIB": "1"}
 _STREAMS = ((2, 4.0), (5, 4.0), (9, 6.0))  # so many at a time, for so many seconds
 _HAPPENS_WITHIN_S = 120.0
+_SLOW_DRAFT_S = 0.02  # ten rounds' time: drafts do not pay then
 # Enough of them that requests at the same time seldom share pages, few enough that some do.
 _PROMPTS = [{"input_ids": (start,) * 180} for start in range(1, 120, 8)]
 _MODES = (
@@ -59,6 +60,7 @@ def _not_yet(seen: Seen, reading: Scrape) -> list[str]:
         "preemption": reading.values("ddtree_preemptions_total"),
         "recovery": reading.values("ddtree_session_recoveries_total", stage="drafter"),
         "cancellation": reading.values("ddtree_requests_total", outcome="cancelled"),
+        "fallback": reading.values("ddtree_fallbacks_total"),
     }
     return [name for name in ends if not seen.outcomes[name]] + [
         name for name, values in numbers.items() if not sum(values)
@@ -92,8 +94,10 @@ def observed(
                 server.lose("drafter")
         until = time.monotonic() + _HAPPENS_WITHIN_S
         while (lacking := _not_yet(load.seen, scrape(triton.metrics_url))) and time.monotonic() < until:
+            server.set_pause(_SLOW_DRAFT_S if "fallback" in lacking else 0.0)
             time.sleep(0.5)
             server.lose("drafter")
+        server.set_pause(0.0)
         assert not lacking, f"no {lacking} in {_HAPPENS_WITHIN_S:g} s of load"
         seen = load.stop()
         reading = at_rest(triton.metrics_url)
