@@ -108,7 +108,7 @@ async def test_a_drafter_that_forgets_is_given_its_context_by_reference_again(
 async def test_references_taken_while_sequences_run_that_have_rows_by_value(
     tiny_target: Path, tiny_reference: GreedyReference, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The two cannot be joined in a message to the drafter, so what is owed is read back; no draft is lost."""
+    """The two cannot be joined in a message to the drafter: what is owed is read back, no draft is lost."""
     wired = WiredStages(tiny_target, "always")
     is_busy = True
     left = len(LONG)  # to read
