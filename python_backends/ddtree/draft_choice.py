@@ -4,7 +4,7 @@ A sequence that drafts badly does not draft, and keeps nobody else from it. What
 found out by trying again, for which a fixed share of the time may be lost: where drafts almost pay a try
 costs almost nothing and is often made, where they are hopeless it is rare.
 
-This module sees probabilities and costs, no trees and no stages.
+This module sees probabilities, costs and how deep trees became, no trees and no stages.
 """
 
 from __future__ import annotations

@@ -52,8 +52,8 @@ class DraftingLoop:
         """Candidates for the sequences of `batch` that can have any: (those sequences, their candidates)."""
         able = [live for live in batch if live.draft.is_wanted and live.sequence.remaining_tokens > 1]
         wanting = self._choose(able, len(batch))
-        _let_mixed_rows_be_read_back(wanting)
         await self._catch_up(wanting)
+        _let_mixed_rows_be_read_back(wanting)
         wanting = [live for live in wanting if live.draft.is_ready]
         if not wanting:
             return [], None
@@ -125,15 +125,15 @@ class DraftingLoop:
 
     async def feed(self, batch: Sequence[Live]) -> None:
         """Deliver owed context without asking for candidates."""
-        _let_mixed_rows_be_read_back(batch)
         await self._catch_up([live for live in batch if live.draft.is_behind])
+        _let_mixed_rows_be_read_back(batch)
         await self._deliver([live for live in batch if not live.draft.is_behind])
 
     async def bring_up(self, batch: Sequence[Live]) -> None:
         """Give the drafter all it lacks of these sequences; nobody drafts."""
         wanting = [live for live in batch if live.draft.is_wanted]
-        _let_mixed_rows_be_read_back(wanting)
         await self._catch_up([live for live in wanting if live.draft.is_lost or live.draft.is_behind])
+        _let_mixed_rows_be_read_back(wanting)
         await self._deliver([live for live in wanting if not live.draft.is_behind])
 
     async def _deliver(self, batch: Sequence[Live]) -> None:

@@ -34,7 +34,7 @@ def test_every_question_is_answered_in_every_mode_and_compared(project_root: Pat
         row = next(line for line in done.stdout.splitlines() if line.startswith(f"│ {question} "))
         plain, chain, chain_length, tree, tree_length, ratio = map(float, re.findall(r"\d+\.\d+", row))
         assert min(plain, chain, tree) > 0
-        assert ratio == pytest.approx(tree / plain, abs=0.02)
+        assert ratio == pytest.approx(tree / plain, abs=0.05 * (1 + ratio) / plain + 0.01)  # as printed
         assert min(chain_length, tree_length) >= 1
     assert "token for token" in done.stdout or "near-tie" in done.stdout
 

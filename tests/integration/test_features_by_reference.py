@@ -108,7 +108,7 @@ async def test_a_drafter_that_forgets_is_given_its_context_by_reference_again(
 async def test_references_taken_while_sequences_run_that_have_rows_by_value(
     tiny_target: Path, tiny_reference: GreedyReference, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The two cannot be joined in a message to the drafter: what is owed is read back, no draft is lost."""
+    """The two cannot be joined in a message to the drafter: what is owed is read back, no session is lost."""
     wired = WiredStages(tiny_target, "always")
     is_busy = True
     left = len(LONG)  # to read
@@ -134,3 +134,31 @@ async def test_references_taken_while_sequences_run_that_have_rows_by_value(
     assert not is_busy
     assert set(wired.widths) == {ROW_BYTES, REFERENCE_BYTES}
     assert "drafts" not in caplog.text, "none was done without"
+
+
+async def test_references_taken_while_what_was_cached_is_still_to_be_read_back(
+    tiny_target: Path, tiny_reference: GreedyReference, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What follows a cached beginning came by value; the beginning itself is read back by reference."""
+    wired = WiredStages(tiny_target, "always")
+    is_busy, is_cached = True, False
+
+    async def call(model: str, operation: str, arrays: Arrays) -> Mapping[str, Any]:
+        nonlocal is_busy
+        if operation == "probe" and is_busy:
+            raise Unavailable("it is busy")
+        answer = await wired(model, operation, arrays)
+        if operation == "prefill" and is_cached and is_busy:
+            is_busy = False
+            await stages.describe()
+        return answer
+
+    stages = BlsStages(call)
+    async with engine_of(tiny_target, wired, stages) as engine:
+        await generate_all(engine, [request(LONG)])
+        is_cached = True
+        (sink,) = await generate_all(engine, [request(LONG)])
+    assert sink.token_ids == reference_of(tiny_reference, request(LONG))
+    assert not is_busy
+    assert set(wired.widths) == {ROW_BYTES, REFERENCE_BYTES}
+    assert "drafts" not in caplog.text

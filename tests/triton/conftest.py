@@ -22,7 +22,8 @@ _CRASH_S = 5.0  # until a server that writes its stack has ended
 
 def pytest_itemcollected(item: pytest.Item) -> None:
     """A test whose shared server Triton's own crash has ended is run once more; see `shared_server`."""
-    if _SHARED_SERVERS.intersection(getattr(item, "fixturenames", ())):
+    is_debugged = item.config.getoption("usepdb")  # which the plugin refuses beside reruns
+    if not is_debugged and _SHARED_SERVERS.intersection(getattr(item, "fixturenames", ())):
         item.add_marker(pytest.mark.flaky(reruns=1, condition=_has_lost_a_server))
 
 

@@ -61,7 +61,8 @@ class SharedServer(OracleServer):
     def revive(self) -> None:
         """Start a lost server anew, at the same ports: who holds its addresses goes on."""
         if self.is_lost():
-            ports = self.triton.ports
+            ports, log = self.triton.ports, self.triton.log_path
+            log.rename(log.with_suffix(".crashed"))
             self.triton = self.make(http_port=ports.http, grpc_port=ports.grpc, metrics_port=ports.metrics)
             self.triton.start()
 

@@ -90,11 +90,10 @@ def _verdict(all_answers: Mapping[str, _Answers]) -> str:
     differing = [count for answers in all_answers.values() if (count := _agreement(answers)) is not None]
     if not differing:
         return "Every way gives the same answers, token for token."
-    same, agreed = len(all_answers) - len(differing), " and ".join(map(str, differing))
+    agreed = " and ".join(map(str, differing))
     return (
-        f"{same} of {len(all_answers)} answers are the same every way; the others agree on their "
-        f"first {agreed} tokens, then bfloat16 rounding decides a near-tie differently. In float32 they "
-        "are the same."
+        f"{len(differing)} of {len(all_answers)} answers differ after their first {agreed} tokens, where "
+        "bfloat16 rounding decides a near-tie differently; in float32 every way gives the same."
     )
 
 
