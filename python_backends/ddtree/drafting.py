@@ -126,17 +126,16 @@ class DraftingLoop:
     async def feed(self, batch: Sequence[Live]) -> None:
         """Deliver owed context without asking for candidates."""
         await self._catch_up([live for live in batch if live.draft.is_behind])
-        _let_mixed_rows_be_read_back(batch)
         await self._deliver([live for live in batch if not live.draft.is_behind])
 
     async def bring_up(self, batch: Sequence[Live]) -> None:
         """Give the drafter all it lacks of these sequences; nobody drafts."""
         wanting = [live for live in batch if live.draft.is_wanted]
         await self._catch_up([live for live in wanting if live.draft.is_lost or live.draft.is_behind])
-        _let_mixed_rows_be_read_back(wanting)
         await self._deliver([live for live in wanting if not live.draft.is_behind])
 
     async def _deliver(self, batch: Sequence[Live]) -> None:
+        _let_mixed_rows_be_read_back(batch)
         owing = [
             live
             for live in batch

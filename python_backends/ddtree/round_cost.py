@@ -19,7 +19,6 @@ _MEMORY = 0.93  # weight of a round against the one after it
 _SLOWEST = 3.0  # times what was expected: a round that took longer was interrupted, and counts as this
 _MOST_EXTRA = 0.6  # of a cost, most that is put down to what the shape lacks
 _PLAIN_WEIGHT = 0.3  # of a plain step in what is kept of plain steps
-_FIRST_ROWS = 256  # looked up in the curve at once; more when they are first asked for
 _STIFFNESS = 0.5  # how much spread, relative to the mean, must be seen before a slope is believed
 
 
@@ -90,7 +89,6 @@ class RoundCost:
             block_size: rows a draft of one sequence computes.
         """
         self._curve = curve
-        self._shapes = curve.table(_FIRST_ROWS).astype(np.float64)  # of 1, 2, … rows
         self._draft_ms = draft_ms
         self._block_size = block_size
         self._verify = _KeptCost()
@@ -101,7 +99,7 @@ class RoundCost:
     def verify_ms(self, sequences: int, rows: int) -> float:
         """Verifying so many rows, the roots included, of so many sequences."""
         bias = self._bias(sequences, np.array([rows]))
-        return float(self._verify.at(self._shape(rows), sequences) * bias[0])
+        return float(self._verify.at(self._curve.at(rows), sequences) * bias[0])
 
     def draft_table(self, drafting: int) -> NDArray[np.float64]:
         """`[drafting + 1]`: drafting for 0, 1, … sequences, and what building trees costs at least."""
@@ -116,7 +114,7 @@ class RoundCost:
 
     def table(self, sequences: int, drafting: int, nodes: int) -> NDArray[np.float32]:
         """`[sequences + nodes]`: entry r is a round that verifies r + 1 rows."""
-        shapes = self._shapes_of(sequences + nodes)
+        shapes = self._curve.table(sequences + nodes).astype(np.float64)
         build_ms = self._build.at(1.0, 1) - self._build.at(1.0, 0)  # of a node
         ms = self._verify.over(shapes, sequences) * self._bias(sequences, np.arange(1, len(shapes) + 1))
         ms += self.draft_table(drafting)[-1]
@@ -127,10 +125,10 @@ class RoundCost:
         """Note what a round took."""
         rows = round_.sequences + round_.nodes
         if not round_.nodes:
-            expected = self._verify.at(self._shape(rows), round_.sequences)
+            expected = self._verify.at(self._curve.at(rows), round_.sequences)
             off = min(1.0, round_.verify_ms / expected)  # slower ones are interrupted, or the machine is
             self._plain_bias += _PLAIN_WEIGHT * (off - self._plain_bias)
-        self._verify.observe(self._shape(rows), round_.sequences, round_.verify_ms)
+        self._verify.observe(self._curve.at(rows), round_.sequences, round_.verify_ms)
         if round_.drafting:
             self._draft.observe(float(self._draft_shapes(round_.drafting)[-1]), 1, round_.draft_ms)
             self._build.observe(1.0, round_.nodes, round_.build_ms)
@@ -143,14 +141,5 @@ class RoundCost:
     def _draft_shapes(self, drafting: int) -> NDArray[np.float64]:
         """A drafter's cost grows with rows as the target's does: both read their weights, then compute."""
         rows = self._block_size * np.arange(1, drafting + 1)
-        ms = self._shapes_of(int(rows[-1]))[rows - 1]
+        ms = self._curve.table(int(rows[-1]))[rows - 1].astype(np.float64)
         return np.asarray(self._draft_ms * ms / ms[0], dtype=np.float64)
-
-    def _shape(self, rows: int) -> float:
-        return float(self._shapes_of(rows)[-1])
-
-    def _shapes_of(self, rows: int) -> NDArray[np.float64]:
-        """The curve at 1, 2, … `rows` rows."""
-        if rows > len(self._shapes):
-            self._shapes = self._curve.table(2 * rows).astype(np.float64)
-        return self._shapes[:rows]

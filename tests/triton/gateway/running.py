@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import httpx
 import uvicorn
@@ -14,6 +15,9 @@ from ddtree_gateway import Settings, create_app
 
 _START_S = 60.0
 _SOON_S = 30.0
+
+MESSAGES: list[Any] = [{"role": "user", "content": "Name a colour."}]
+MODEL = "ddtree"
 
 
 class Gateway:

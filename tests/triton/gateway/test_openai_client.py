@@ -11,13 +11,10 @@ import pytest
 from openai import AsyncOpenAI, OpenAI
 
 from ddtree_client import Client
-from tests.triton.gateway.running import Gateway
+from tests.triton.gateway.running import MESSAGES, MODEL, Gateway
 from tests.triton.oracle_server import SPARK, SPOKEN, OracleServer
 
 pytestmark = pytest.mark.triton
-
-MESSAGES: list[Any] = [{"role": "user", "content": "Name a colour."}]
-MODEL = "ddtree"
 
 
 def ids_of(server: OracleServer, text: str) -> list[int]:

@@ -8,10 +8,9 @@ import openai
 import pytest
 from openai import OpenAI
 
-pytestmark = pytest.mark.triton
+from tests.triton.gateway.running import MESSAGES, MODEL
 
-MESSAGES: list[Any] = [{"role": "user", "content": "Name a colour."}]
-MODEL = "ddtree"
+pytestmark = pytest.mark.triton
 
 
 @pytest.mark.parametrize(
