@@ -32,6 +32,7 @@ def tested_calls() -> Iterator[Call]:
     """Every kernel, and of the hot ones the forms that differ most."""
     qwen, smol = calls.QWEN3_8B, calls.SMOLLM2
     yield from calls.attention_calls(qwen, (1, 16, 65))
+    yield from calls.attention_calls(qwen, (65,), context=16384)
     yield from calls.attention_calls(smol, (65,), Sight.CAUSAL, places=4, context=256, page_size=16)
     yield from calls.attention_calls(calls.QWEN_27B, (65,))
     yield from calls.attention_calls(calls.GPT_OSS, (16,), Sight.BLOCK)

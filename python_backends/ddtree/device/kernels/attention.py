@@ -12,7 +12,8 @@ do says so and ends. A second kernel joins the splits by the weight of their sof
 et al. 2023); with one split there is nothing to join. The query heads that share a KV head, times several
 rows, are one side of the matrix products. All sums run in a fixed order, so equal inputs give equal bits.
 
-This module knows neither models nor sessions, and `attention_tiling` chooses the block sizes.
+Behind long contexts `attention_hopper` finds the parts where it can. This module knows neither models nor
+sessions, and `attention_tiling` chooses the block sizes.
 """
 
 from __future__ import annotations
@@ -25,7 +26,15 @@ import triton
 import triton.language as tl
 
 from ddtree.device.kernels.attention_blocks import UNSEEN, own_rows, prefix, share
-from ddtree.device.kernels.attention_tiling import AttentionShape, Tiling, padded, tiling_for
+from ddtree.device.kernels.attention_hopper import attend_in_teams, suits
+from ddtree.device.kernels.attention_tiling import (
+    AttentionShape,
+    Tiling,
+    join_warps_for,
+    padded,
+    teams_for,
+    tiling_for,
+)
 from ddtree.device.rows import DeviceRows, Sight
 
 _LOG2_E = tl.constexpr(math.log2(math.e))  # exponentials are taken as powers of two, which the hardware has
@@ -40,6 +49,11 @@ class Scoring:
     scaling: float  # factor of the product, above zero
     window: int | None = None  # a key is seen when fewer positions back than this; `Sight.BLOCK`: either way
     softcap: float | None = None  # scores are bent into (-softcap, softcap) by tanh (Gemma 2)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether every key of the prefix has the product's score."""
+        return self.window is None and self.softcap is None
 
 
 @triton.jit(do_not_specialize=["window", "rows", "words", "pages"])
@@ -180,7 +194,39 @@ def tree_attention(
         places, count, heads, kv_heads, head_dim, rows.page_table.shape[1] * rows.page_size,
         query.element_size(),
     )  # fmt: skip
-    cut = tiling_for(shape, tiling)
+    teams = teams_for(shape) if scoring.is_plain and sinks is None and tiling is None else None
+    if teams is not None and suits(query, pool_keys, rows, sight, teams):
+        scale = scoring.scaling * _LOG2_E.value
+        parts = attend_in_teams(
+            query, tail_keys, tail_values, pool_keys, pool_values, rows, sight, scale, teams
+        )
+        output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        _join(
+            parts.means, parts.sums, rows, None, join_warps_for(max(teams.many, teams.last), head_dim), output
+        )
+        return output
+    return _attend(
+        query,
+        tail_keys,
+        tail_values,
+        pool_keys,
+        pool_values,
+        rows,
+        sight,
+        scoring,
+        sinks,
+        tiling_for(shape, tiling),
+    )
+
+
+def _attend(
+    query: torch.Tensor, tail_keys: torch.Tensor, tail_values: torch.Tensor,
+    pool_keys: torch.Tensor, pool_values: torch.Tensor,
+    rows: DeviceRows, sight: Sight, scoring: Scoring, sinks: torch.Tensor | None, cut: Tiling,
+) -> torch.Tensor:  # fmt: skip
+    """As the kernels of this module do it, which can do everything."""
+    places, count, heads, head_dim = query.shape
+    kv_heads = pool_keys.shape[1]
     output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     means, sums = output, output
     if cut.splits > 1:
@@ -190,7 +236,7 @@ def tree_attention(
     capped, windowed = scoring.softcap is not None, scoring.window is not None
     cap = scoring.softcap or 1.0
     scale = 2.0 * scoring.scaling / cap if capped else scoring.scaling
-    _attend_kernel[(triton.cdiv(shape.folded, cut.rows), cut.splits, places * kv_heads)](
+    _attend_kernel[(triton.cdiv(count * (heads // kv_heads), cut.rows), cut.splits, places * kv_heads)](
         query, tail_keys, tail_values, pool_keys, pool_values, rows.page_table, rows.lengths, rows.counts,
         rows.depths, rows.bits, output if sinks is None else sinks, means, sums,
         *query.stride()[:3], *tail_keys.stride()[:3], *tail_values.stride()[:3], *pool_keys.stride()[:2],
@@ -202,12 +248,24 @@ def tree_attention(
         FEW=min(cut.stages, 2), num_warps=cut.warps, num_stages=cut.stages,
     )  # fmt: skip
     if cut.splits > 1:
-        _join_kernel[(places * count, heads)](
-            means, sums, rows.counts, output if sinks is None else sinks, output, count,
-            HEADS=heads, HEAD_DIM=head_dim, WIDTH=padded(head_dim), SUNK=sinks is not None,
-            SPLITS=cut.splits, JOINED=triton.next_power_of_2(cut.splits), num_warps=cut.join_warps,
-        )  # fmt: skip
+        _join(means, sums, rows, sinks, cut.join_warps, output)
     return output
+
+
+def _join(
+    means: torch.Tensor,  # [S, T, heads, splits, head_dim]
+    sums: torch.Tensor,  # [S, T, heads, splits]
+    rows: DeviceRows,
+    sinks: torch.Tensor | None,
+    warps: int,
+    output: torch.Tensor,  # [S, T, heads, head_dim], written
+) -> None:
+    places, count, heads, splits, head_dim = means.shape
+    _join_kernel[(places * count, heads)](
+        means, sums, rows.counts, output if sinks is None else sinks, output, count,
+        HEADS=heads, HEAD_DIM=head_dim, WIDTH=padded(head_dim), SUNK=sinks is not None,
+        SPLITS=splits, JOINED=triton.next_power_of_2(splits), num_warps=warps,
+    )  # fmt: skip
 
 
 def store(

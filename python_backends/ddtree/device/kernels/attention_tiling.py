@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import product
 
 _LEAST_DOT = 16  # smallest side of Triton's matrix product
 _WIDE_DOT = 64  # query rows for which Hopper has an instruction of its own
@@ -19,6 +20,14 @@ _EASY_JOIN = 64 * 128  # and four; eight join more
 _WAVE = 1.0  # start and end of a wave of programs
 _PARTS = 3.0  # writing what a wave's programs found and reading it again, were all rows real
 _HARD_JOIN = 1.0  # what a join of eight warps takes longer
+
+_LONG = 4096  # slots from which on teams are faster
+_LONGEST_SPLIT = 16  # splits that are tried
+_TEAM = 2  # groups of a program
+# In units of what a full program takes for a block of keys.
+_LONE_GROUP = 0.7  # a program with rows for one group only
+_TEAM_WAVE = 2.5  # start and end of a program
+_TEAM_PARTS = 0.0003  # writing a row of a KV head's part and reading it again
 
 
 @dataclass(frozen=True)
@@ -52,6 +61,16 @@ class Tiling:
 
 
 @dataclass(frozen=True)
+class TeamTiling:
+    """How a launch of `attention_hopper` is cut."""
+
+    many: int  # splits of a tile
+    last: int  # and of the last one, which has fewer rows
+    keys: int = 128  # of a block, at most two pages
+    stages: int = 2  # blocks on their way from memory at a time
+
+
+@dataclass(frozen=True)
 class _Card:
     """An H200, as far as it matters here."""
 
@@ -80,15 +99,44 @@ def tiling_for(shape: AttentionShape, wish: Tiling | None = None) -> Tiling:
     fits = card.shared_bytes // at_a_time - rows * width * shape.item_bytes
     stages = fits // (2 * keys * width * shape.item_bytes)
     splits = wish.splits or _splits(shape, replace(wish, rows=rows, keys=keys), at_a_time)
-    joined = _joined(splits) * width
     return Tiling(
         rows=rows,
         keys=keys,
         splits=splits,
         warps=warps,
         stages=wish.stages or max(1, min(4 if narrow and width <= 128 else 3, stages)),
-        join_warps=wish.join_warps or (1 if joined <= _WARP_JOINS else 4 if joined <= _EASY_JOIN else 8),
+        join_warps=wish.join_warps or join_warps_for(splits, shape.head_dim),
     )
+
+
+@cache
+def teams_for(shape: AttentionShape) -> TeamTiling | None:
+    """How `attention_hopper` is launched for a shape; None: few are faster otherwise."""
+    if shape.folded <= _WIDE_DOT or shape.slots < _LONG:
+        return None
+    cut, groups = TeamTiling(1, 1), -(-shape.folded // _WIDE_DOT)
+    tiles = -(-groups // _TEAM)
+    blocks, work = shape.slots / cut.keys, shape.places * shape.kv_heads
+    pace = _LONE_GROUP if groups % _TEAM else 1.0
+    most = min(_LONGEST_SPLIT, int(blocks))
+
+    def cost(many: int, last: int) -> float:
+        full, few = blocks / many + _TEAM_WAVE, pace * blocks / last + _TEAM_WAVE
+        programs = work * (many * (tiles - 1) + last)
+        longest = max(full, few) if tiles > 1 else few
+        mean = work * (many * (tiles - 1) * full + last * few) / programs
+        waves = -(-programs // _Card().processors)
+        return waves * mean + longest - mean + _TEAM_PARTS * max(many, last) * shape.rows * work
+
+    choices = product(range(1, most + 1) if tiles > 1 else (1,), range(1, most + 1))
+    many, last = min(choices, key=lambda pair: cost(*pair))
+    return replace(cut, many=many, last=last)
+
+
+def join_warps_for(splits: int, head_dim: int) -> int:
+    """Warps that join a row's splits."""
+    numbers = _joined(splits) * padded(head_dim)
+    return 1 if numbers <= _WARP_JOINS else 4 if numbers <= _EASY_JOIN else 8
 
 
 def _query_rows(folded: int) -> int:
