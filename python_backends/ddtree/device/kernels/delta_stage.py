@@ -33,7 +33,6 @@ from ddtree.device.kernels.product import product
 
 _LEAST_DOT = 16  # smallest side of Triton's matrix product
 _HELD = 2048  # values that one of the small programs around the root has at a time
-_REGISTERS = 128  # of a thread that prepares: 16 programs then share a processor, as many as 64 nodes make
 
 
 @triton.jit
@@ -182,7 +181,7 @@ class StageKernels:
     value_slice: int = 32  # value columns of a program
     key_part: int = 16  # key columns that a product takes at a time
     prepare_warps: int = 1  # more would each take the same rows apart
-    stage_warps: int = 4
+    stage_warps: int = 2
     scratch_bytes: int = 64 << 20  # that sequences may take at a time; one alone takes what it takes
 
     def stage(
@@ -230,7 +229,7 @@ class StageKernels:
                 counts, pairs, shares, updates, outputs, passed, heads, groups, key_dim, value_dim, widest,
                 blocks, slices, root_slices, KEY=key_width, VALUE=self.value_slice, BLOCK=self.block,
                 PART=min(self.key_part, key_width), ROOT=root_slice, SHARES=share_rows,
-                num_warps=self.prepare_warps, maxnreg=_REGISTERS,
+                num_warps=self.prepare_warps,
             )  # fmt: skip
             _stage_kernel[(count, heads, slices)](
                 starts, counts, pairs, shares, updates, outputs, passed, heads, value_dim, blocks, room,
