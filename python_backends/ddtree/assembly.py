@@ -43,7 +43,7 @@ def load_verifier(config: ServingConfig) -> TargetVerifier | NativeChainVerifier
     if config.engine != "torch":
         return load_engine_verifier(config, draft, lambda target: build_verifier(config, draft, target))
     target = _load_target(config, draft)
-    fast = _acceleration(config, target.device)
+    fast = _acceleration(config, draft, target.device)
     if fast is None or not isinstance(target, TargetModel):
         return build_verifier(config, draft, target)
     fast.take_target(target)
@@ -60,8 +60,9 @@ def load_drafter(config: ServingConfig) -> Drafter:
     """
     _set_threads(config)
     _make_current(_draft_device(config))
-    drafter = _build_apart(config, _open_draft(config))
-    fast = _acceleration(config, drafter.pool.features.device)
+    draft = _open_draft(config)
+    drafter = _build_apart(config, draft)
+    fast = _acceleration(config, draft, drafter.pool.features.device)
     if fast is not None:
         fast.finish(None, drafter)
     return drafter
@@ -80,7 +81,7 @@ def load_in_process(config: ServingConfig) -> InProcessStages:
     def load() -> LoadedStages:
         draft = _open_draft(config)
         target = _load_target(config, draft)
-        fast = _acceleration(config, target.device)
+        fast = _acceleration(config, draft, target.device)
         if fast is not None and isinstance(target, TargetModel):
             fast.take_target(target)
         if isinstance(target, TargetModel) and _draft_device(config) == loading.place(target.device):
@@ -97,7 +98,7 @@ def load_in_process(config: ServingConfig) -> InProcessStages:
     return InProcessStages.build(load)
 
 
-def _acceleration(config: ServingConfig, device: torch.device) -> Acceleration | None:
+def _acceleration(config: ServingConfig, draft: DraftCheckpoint, device: torch.device) -> Acceleration | None:
     """What makes stages fast on a GPU; None on a CPU, and where it is switched off."""
     if not config.cuda_graphs or device.type != "cuda":
         return None
@@ -106,7 +107,7 @@ def _acceleration(config: ServingConfig, device: torch.device) -> Acceleration |
     except ImportError as error:
         _LOG.warning("the GPU is used without kernels and graphs, much more slowly: %s", error)
         return None
-    return Acceleration(config, device)
+    return Acceleration(config, device, draft.config.block_size - 1)
 
 
 def _build_apart(config: ServingConfig, draft: DraftCheckpoint) -> Drafter:

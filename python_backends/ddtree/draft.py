@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from ddtree.budget import measure
+from ddtree.fresh_context import FreshContext
 from ddtree.kv_cache import CacheShape, KvPool
 from ddtree.models.dflash import DFlashDraft
 from ddtree.models.draft_config import DraftConfig
@@ -108,8 +109,12 @@ class Drafter:
         root = torch.zeros(1, dtype=torch.int64)
         depth = self._config.block_size - 1
 
+        nothing = FreshContext(torch.zeros((0, self._config.hidden_size), dtype=self.feature_dtype), ((),))
+
         def step(_: int) -> None:
-            self._candidates([session], root, depth, self._width(_COST_WIDTH)).ids.cpu()  # waits for a GPU
+            drafted = self._take([session], nothing, root, depth, self._width(_COST_WIDTH))
+            assert drafted is not None, "it was asked for some depth"
+            drafted.ids.cpu()  # waits for a GPU
 
         with torch.inference_mode():
             self._cost_ms = measure(step, (1,), repeats).ms[0]
@@ -175,12 +180,12 @@ class Drafter:
         top_ids = torch.zeros((len(found), depth, width), dtype=torch.int32)
         top_log_probs = torch.full((len(found), depth, width), -torch.inf)
         edges = torch.zeros((len(found), depth, width, width)) if self.model.candidate_selector else None
+        places = torch.tensor(live, dtype=torch.int64)
+        drafted = None
         if sessions:
-            self._extend(request, found)
-        if sessions and depth > 0:
-            places = torch.tensor(live)
             roots = request.root_tokens[places].long()
-            drafted = self._candidates(sessions, roots, depth, width)
+            drafted = self._take(sessions, FreshContext.of(request, live), roots, depth, width)
+        if drafted is not None:
             top_ids[places] = drafted.ids.int().cpu()
             top_log_probs[places] = drafted.log_probs.cpu()
             if edges is not None and drafted.edge_log_probs is not None:
@@ -211,27 +216,36 @@ class Drafter:
         status = torch.tensor([outcome for _, outcome in outcomes], dtype=torch.int32)
         return status, [session for session, _ in outcomes]
 
-    def _extend(self, request: DraftRequest, found: Sequence[Session | None]) -> None:
-        """Add the new context of every live session to its cache, all sequences and layers at once."""
-        rows, slots, positions, start = [], [], [], 0
-        counts, ids = request.counts.tolist(), request.context_ids.tolist()
-        for session, count in zip(found, counts, strict=True):
-            if session is not None:
-                stop = session.length + count
-                assert stop <= session.pages.capacity, "context overruns the session's pages"
-                rows.append(torch.arange(start, start + count))
-                slots.append(session.pages.slots[session.length : stop])
-                positions.append(torch.arange(session.length, stop, device=self._device))
-            start += count
-        features = request.context_features[torch.cat(rows)].to(self._device)
+    def _take(
+        self, sessions: Sequence[Session], fresh: FreshContext, roots: torch.Tensor, depth: int, width: int
+    ) -> _Drafted | None:
+        """Add new context to the sessions and draft behind it, nothing where `depth` is 0."""
+        steps = self._steps
+        if steps is not None and depth > 0 and steps.takes(fresh.counts, width):
+            best = steps.candidates(sessions, roots, fresh)
+            self._commit(sessions, fresh)
+            edges = None if best.edge_log_probs is None else best.edge_log_probs[:, :depth]
+            return _Drafted(best.ids[:, :depth, :width], best.log_probs[:, :depth, :width], edges)
+        self._extend(sessions, fresh)
+        self._commit(sessions, fresh)
+        return self._candidates(sessions, roots, depth, width) if depth > 0 else None
+
+    def _extend(self, sessions: Sequence[Session], fresh: FreshContext) -> None:
+        """Write new context to the cache, all sequences and layers at once."""
+        slots, positions = [], []
+        for session, count in zip(sessions, fresh.counts, strict=True):
+            stop = session.length + count
+            assert stop <= session.pages.capacity, "context overruns the session's pages"
+            slots.append(session.pages.slots[session.length : stop])
+            positions.append(torch.arange(session.length, stop, device=self._device))
+        features = fresh.features.to(self._device)
         if len(features):
             keys, values = self.model.context_kv(features, torch.cat(positions))
             self.pool.write_layers(torch.cat(slots), keys, values)
-        start = 0
-        for session, count in zip(found, counts, strict=True):
-            if session is not None:  # its pages may be found by others from now on
-                self.sessions.commit(session, ids[start : start + count])
-            start += count
+
+    def _commit(self, sessions: Sequence[Session], fresh: FreshContext) -> None:
+        for session, ids in zip(sessions, fresh.ids, strict=True):
+            self.sessions.commit(session, ids)  # its pages may be found by others from now on
 
     def _width(self, wanted: int) -> int:
         return self.model.width(wanted, self._embedding, self._target_ids)
@@ -244,13 +258,6 @@ class Drafter:
         The block always has the trained width: fewer masks would change every proposal of a non-causal
         drafter. Only the rows that are wanted go through the output head.
         """
-        if self._steps is not None and width <= self._steps.width:
-            best = self._steps.candidates(sessions, roots)
-            if best is not None:
-                edges = best.edge_log_probs
-                if edges is not None:
-                    edges = edges[:, :depth]
-                return _Drafted(best.ids[:, :depth, :width], best.log_probs[:, :depth, :width], edges)
         roots = roots.to(self._device)
         block = torch.full(
             (len(sessions), self._config.block_size), self._config.mask_token_id, device=self._device

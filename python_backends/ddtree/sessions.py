@@ -130,6 +130,13 @@ class SessionTable:
             self._pool.keep(keys[-1], session.pages, session.length)
         return Status.OK
 
+    def commit_paths(
+        self, sessions: Sequence[Session], roots: Sequence[int], paths: Sequence[Sequence[int]]
+    ) -> list[Status]:
+        """The same for the root and accepted draft tokens of each session."""
+        rows = zip(sessions, roots, paths, strict=True)
+        return [self.commit(session, [root, *tokens]) for session, root, tokens in rows]
+
     @staticmethod
     def _grow(session: Session, ids: Sequence[int]) -> list[bytes]:
         """Let everything that follows the committed ids take these too; gives the keys of pages now full."""

@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -40,6 +41,9 @@ from ddtree.types import (
     VerifyResult,
 )
 from ddtree.verify_cost import measure_verify
+
+if TYPE_CHECKING:
+    from ddtree.device.verify_calls import VerifyCalls
 
 _LOG = logging.getLogger(__name__)
 
@@ -93,6 +97,7 @@ class TargetVerifier:
         self.sessions = SessionTable(self.pool, ttl_s=limits.session_ttl_s, keys=keys)
         self._cost = CostCurve(rows=(1,), ms=(1.0,))
         self._steps: Steps | None = None
+        self._calls: VerifyCalls | None = None
 
     def measure_cost(self, repeats: int = 3, on_progress: Callable[[int], None] | None = None) -> None:
         """Time verify steps of several sizes on this machine; `info` reports the curve."""
@@ -104,6 +109,10 @@ class TargetVerifier:
         """Verify, and read prompts, through prepared steps where they fit, and report what those cost."""
         self._steps = steps
         self._cost = steps.cost(repeats)
+
+    def use_calls(self, calls: VerifyCalls) -> None:
+        """Let these do what follows a step too, where no sequence of a batch draws its tokens."""
+        self._calls = calls
 
     def info(self) -> VerifierInfo:
         """What the orchestrator must know."""
@@ -168,9 +177,7 @@ class TargetVerifier:
         self.sessions.expire()
         found = self._find(request.sessions)
         live = [index for index, session in enumerate(found) if session is not None]
-        status = torch.tensor(
-            [Status.OK if s is not None else Status.SESSION_LOST for s in found], dtype=torch.int32
-        )
+        status = verify_batch.status_of(found)
         if not live:
             return verify_batch.nothing_verified(status, self.pool.features[:0])
         sessions = [session for session in found if session is not None]
@@ -178,6 +185,11 @@ class TargetVerifier:
         root_ids = request.root_tokens[torch.tensor(live)].tolist()
         chosen = verify_batch.select_trees(request.trees, live, torch.device("cpu"))
         trees = prune(chosen, root_ids, samplers)
+        if self._calls is not None and not any(samplers):
+            kept = self._calls.run(sessions, trees, root_ids)
+            if kept is not None:
+                commits = self.sessions.commit_paths(sessions, root_ids, kept.lists())
+                return verify_batch.kept(status, live, trees.counts, kept, commits)
         staged = self._stage(sessions, trees, root_ids)
         # What the host knows of the trees is not asked of the device, which is still at the step.
         nodes, depth = trees.counts.tolist(), int(trees.depths.max()) if trees.depths.numel() else 0
@@ -186,28 +198,14 @@ class TargetVerifier:
         paths = verify_batch.Paths.of(accepted)
         started = time.perf_counter()
         features = self._commit(sessions, staged, accepted, paths)
-        commits = [
-            self.sessions.commit(session, [root, *tokens])
-            for session, root, tokens in zip(sessions, root_ids, paths.tokens, strict=True)
-        ]
-        target = target.after(commits)
+        target = target.after(self.sessions.commit_paths(sessions, root_ids, paths.tokens))
         commit_ms = (time.perf_counter() - started) * 1e3
         return verify_batch.verified(status, live, staged.trees.counts, target, accepted, features, commit_ms)
 
     @torch.inference_mode()
     def read_features(self, request: FeatureRequest) -> FeatureResult:
         """Stored context features of committed tokens, for a drafter that has to start again."""
-        found = self._find(request.sessions)
-        pieces = [self.pool.features[:0]]
-        status = []
-        for session, start, count in zip(
-            found, request.starts.tolist(), request.counts.tolist(), strict=True
-        ):
-            is_there = session is not None and start + count <= session.length
-            status.append(Status.OK if is_there else Status.SESSION_LOST)
-            if session is not None and is_there:
-                pieces.append(self.pool.features[session.pages.slots[start : start + count]])
-        return FeatureResult(torch.tensor(status, dtype=torch.int32), torch.cat(pieces))
+        return verify_batch.stored(request, self._find(request.sessions), self.pool.features)
 
     def check_integrity(self) -> None:
         """Assert that pages and sessions agree."""

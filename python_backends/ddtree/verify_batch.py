@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
 
 import torch
 from torch.nn import functional
@@ -12,6 +13,8 @@ from ddtree.accept import Acceptance
 from ddtree.sessions import Session
 from ddtree.tree_sampling import TargetTokens, no_log_probs
 from ddtree.types import (
+    FeatureRequest,
+    FeatureResult,
     PrefillRequest,
     PrefillResult,
     SessionBatch,
@@ -20,6 +23,9 @@ from ddtree.types import (
     VerifyRequest,
     VerifyResult,
 )
+
+if TYPE_CHECKING:
+    from ddtree.device.verify_calls import KeptPaths
 
 
 @dataclass(frozen=True)
@@ -137,6 +143,13 @@ def joined(results: Sequence[VerifyResult]) -> VerifyResult:
     return VerifyResult(**{name: together(name) for name in names}, commit_ms=commit_ms)
 
 
+def status_of(found: Sequence[Session | None]) -> torch.Tensor:
+    """`[S]` int32: whose sessions are there."""
+    return torch.tensor(
+        [Status.OK if session is not None else Status.SESSION_LOST for session in found], dtype=torch.int32
+    )
+
+
 def nothing_prefilled(found: Found, features: torch.Tensor) -> PrefillResult:
     """The result when no sequence could be prefilled; `features` are zeros."""
     status = found.status
@@ -158,6 +171,18 @@ def prefilled(found: Found, first: TargetTokens, features: torch.Tensor) -> Pref
     return PrefillResult(status, next_tokens, entries, features, reused)
 
 
+def stored(request: FeatureRequest, found: Sequence[Session | None], features: torch.Tensor) -> FeatureResult:
+    """What the pool's `features` `[slots, H]` hold of tokens that are committed."""
+    pieces, status = [features[:0]], []
+    spans = zip(found, request.starts.tolist(), request.counts.tolist(), strict=True)
+    for session, start, count in spans:
+        is_there = session is not None and start + count <= session.length
+        status.append(Status.OK if is_there else Status.SESSION_LOST)
+        if session is not None and is_there:
+            pieces.append(features[session.pages.slots[start : start + count]])
+    return FeatureResult(torch.tensor(status, dtype=torch.int32), torch.cat(pieces))
+
+
 def nothing_verified(status: torch.Tensor, features: torch.Tensor) -> VerifyResult:
     """The result when no sequence could be verified; `features` has no rows."""
     zeros = torch.zeros(len(status), dtype=torch.int32)
@@ -170,6 +195,38 @@ def nothing_verified(status: torch.Tensor, features: torch.Tensor) -> VerifyResu
         log_probs=no_log_probs(len(status)),
         features=features,
         commit_ms=0.0,
+    )
+
+
+def kept(
+    status: torch.Tensor,
+    live: Sequence[int],
+    node_counts: torch.Tensor,
+    paths: KeptPaths,
+    commits: Sequence[Status],
+) -> VerifyResult:
+    """Put paths that a captured call kept to the places of the live sequences in the batch."""
+    index = torch.tensor(live)
+
+    def place(values: torch.Tensor) -> torch.Tensor:
+        if len(live) == len(status):
+            return values
+        spread = torch.zeros((len(status), *values.shape[1:]), dtype=torch.int32)
+        spread[index] = values
+        return spread
+
+    status[index] = torch.tensor(commits, dtype=torch.int32)
+    lengths = zip(paths.accepted_counts.tolist(), commits, strict=True)
+    pieces = [paths.features[at, : n + 1] for at, (n, what) in enumerate(lengths) if what == Status.OK]
+    return VerifyResult(
+        status=status,
+        accepted_tokens=place(torch.from_numpy(paths.accepted_tokens)),
+        accepted_counts=place(torch.from_numpy(paths.accepted_counts)),
+        bonus_tokens=place(torch.from_numpy(paths.bonus_tokens)),
+        node_counts=place(node_counts),
+        log_probs=no_log_probs(len(status)),
+        features=pieces[0] if len(pieces) == 1 else torch.cat([paths.features[0, :0], *pieces]),
+        commit_ms=paths.keep_ms,
     )
 
 

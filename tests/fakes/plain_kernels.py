@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from ddtree.accept import walk as host_walk
-from ddtree.device import attend, round_parts, steps
+from ddtree.device import attend, keeping, round_parts, steps
 from ddtree.device.kernels.attention import Scoring
 from ddtree.device.rows import DeviceRows, Sight
 from ddtree.device.trees import DeviceAcceptance, DeviceTrees
@@ -170,6 +170,7 @@ def in_place_of_kernels() -> Iterator[None]:
         patch.setattr(attend, "attend_to_tree", tree_attention)
         patch.setattr(attend, "store", store)
         patch.setattr(steps, "lay_out", lay_out)
-        for function in (build, walk, commit_rows, gather_rows, keep_rows):
-            patch.setattr(round_parts, function.__name__, function)
+        patch.setattr(round_parts, "build", build)
+        for function in (walk, commit_rows, gather_rows, keep_rows):
+            patch.setattr(keeping, function.__name__, function)
         yield

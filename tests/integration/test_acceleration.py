@@ -12,14 +12,22 @@ import torch
 
 from ddtree import assembly, staging
 from ddtree.config import ServingConfig
-from ddtree.device import accelerate, attend, load_check, round_parts
+from ddtree.device import accelerate, attend, keeping, load_check
 from ddtree.device.load_check import _prompt
 from ddtree.device.loading import Acceleration
 from ddtree.device.matmul_choice import SmallLinear
 from ddtree.draft import Drafter
 from ddtree.models.target import TargetModel
 from ddtree.stages.in_process import InProcessStages
-from ddtree.types import DraftRequest, PrefillRequest, SessionBatch, TreeBatch, VerifyRequest, VerifyResult
+from ddtree.types import (
+    DraftRequest,
+    PrefillRequest,
+    SessionBatch,
+    Status,
+    TreeBatch,
+    VerifyRequest,
+    VerifyResult,
+)
 from tests.fakes.pipeline import GreedyReference
 from tests.fakes.plain_kernels import in_place_of_kernels
 from tests.fakes.plain_kernels import tree_attention as plain_attention
@@ -55,7 +63,7 @@ def stages(config: ServingConfig) -> InProcessStages:
 
 
 def accelerated(config: ServingConfig, target: TargetModel) -> Acceleration:
-    fast = Acceleration(config, target.device)
+    fast = Acceleration(config, target.device, depth=7)
     fast.take_target(target)
     return fast
 
@@ -83,11 +91,19 @@ def test_both_stages_get_steps_drafts_and_rounds(config: ServingConfig, stages: 
 def test_a_gpu_is_left_as_it_is_where_graphs_are_off(config: ServingConfig) -> None:
     """Nothing of the device is asked for: there is none here."""
     assert config.cuda_graphs
-    assert assembly._acceleration(replace(config, cuda_graphs=False), torch.device("cuda")) is None
+    assert (
+        assembly._acceleration(
+            replace(config, cuda_graphs=False), assembly._open_draft(config), torch.device("cuda")
+        )
+        is None
+    )
 
 
 def test_a_verifier_alone_verifies_through_its_steps(config: ServingConfig, stages: InProcessStages) -> None:
-    """The same verdict as before, for trees that fit a size and for one that fits none."""
+    """The same verdict as before, for trees that fit a size and for one that fits none.
+
+    A chain as deep as a drafter makes it goes through a captured call, and no step of its own is seen.
+    """
     before = [verdict(stages, nodes) for nodes in (5, 15, 20)]
     assert accelerated(config, target_of(stages)).finish(stages.verifier, None) is None
     steps = stages.verifier._steps
@@ -96,7 +112,8 @@ def test_a_verifier_alone_verifies_through_its_steps(config: ServingConfig, stag
     stages.verifier._steps = Watched(steps, served)  # type: ignore[assignment]
     after = [verdict(stages, nodes) for nodes in (5, 15, 20)]
     as_chains = len(PROMPT) - 1  # what prompts are read as
-    assert [nodes for nodes in served if nodes not in (0, as_chains)] == [5, 15]
+    assert [nodes for nodes in served if nodes not in (0, as_chains)] == [15]
+    assert stages.verifier._calls is not None
     assert as_chains in served
     for old, new in zip(before, after, strict=True):
         torch.testing.assert_close(new, old)
@@ -152,7 +169,7 @@ def verify(stages: InProcessStages, length: int, root: int, trees: TreeBatch) ->
 def test_a_drafter_alone_drafts_through_its_passes(config: ServingConfig, stages: InProcessStages) -> None:
     """What its script says comes back, at the depth and width that were asked for."""
     assert isinstance(stages.drafter, Drafter)
-    assert Acceleration(config, torch.device("cpu")).finish(None, stages.drafter) is None
+    assert Acceleration(config, torch.device("cpu"), depth=7).finish(None, stages.drafter) is None
     ints = torch.tensor
     count, lives = len(PROMPT) - 1, 2
     batch = SessionBatch(ints([1, 2]), ints([0] * lives), ints([0] * lives))
@@ -165,6 +182,50 @@ def test_a_drafter_alone_drafts_through_its_passes(config: ServingConfig, stages
     assert drafted.top_ids[:, :, 0].tolist() == [list(range(100, 105))] * lives
     assert bool((drafted.top_log_probs[:, :, :1] > drafted.top_log_probs[:, :, 1:]).all())
     stages.drafter.release([1, 2])
+
+
+def test_new_context_goes_through_the_passes(config: ServingConfig, stages: InProcessStages) -> None:
+    """What passes store in pieces is what is stored of many tokens at once.
+
+    A lost session is skipped, and a place that is empty in one pass keeps its old session's pages alone.
+    """
+    drafter = stages.drafter
+    assert isinstance(drafter, ScriptedDrafter)
+    wider = replace(config, max_sequences=4)
+    assert Acceleration(wider, torch.device("cpu"), depth=7).finish(None, drafter) is None
+    block, total, ints = drafter.block_size, 2 * drafter.block_size + 1, torch.tensor
+    features = torch.randn((total, 32), generator=torch.Generator().manual_seed(1))
+    ids = torch.arange(total, dtype=torch.int32)
+
+    def draft(sessions: list[int], starts: list[int], stops: list[int]) -> list[int]:
+        zero, spans = [0] * len(sessions), [slice(*span) for span in zip(starts, stops, strict=True)]
+        request = DraftRequest(
+            SessionBatch(ints(sessions), ints(zero), ints(starts)), torch.cat([ids[s] for s in spans]),
+            torch.cat([features[s] for s in spans]), ints(stops) - ints(starts), ints(zero).int(),
+            ints([32] * len(sessions)), 5, 3,
+        )  # fmt: skip
+        status: list[int] = drafter.draft(request).status.tolist()
+        return status
+
+    def kept(session: int, length: int) -> torch.Tensor:
+        found = drafter.sessions.find(session, 0, length)
+        assert found is not None
+        return drafter.pool.keys_values[:, :, found.pages.slots[:length]].clone()
+
+    assert draft([1], [0], [total]) == [0], "more than a block: the general way"
+    expected = kept(1, total)
+    assert expected.abs().sum() > 0
+    drafter.release([1])
+    assert draft([2, 3, 4, 5], [0] * 4, [3, block, 2, 1]) == [0] * 4
+    drafter.release([5])
+    assert draft([6], [0], [total]) == [0]  # has the pages that 5 had
+    for step in drafter._steps._steps:  # type: ignore[union-attr]
+        step.features.fill_(9.0)  # whatever stood there
+    assert draft([7, 2, 3, 4], [5, 3, block, 2], [6, 5, block, 4]) == [Status.SESSION_LOST, 0, 0, 0]
+    assert draft([2], [5], [5 + block]) == [0]
+    for session, length in ((2, 5 + block), (3, block), (4, 4), (6, total)):
+        torch.testing.assert_close(kept(session, length), expected[:, :, :length])
+    drafter.release([2, 3, 4, 6])
 
 
 @pytest.mark.parametrize("nodes", [7, 15])
@@ -225,7 +286,7 @@ def test_rounds_that_leave_rows_where_they_are_are_not_used(
     assert isinstance(stages.drafter, ScriptedDrafter)
     stages.drafter.script = Script(made_up_text(stages), noise=0.9)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(round_parts, "commit_rows", lambda *_: None)
+        patch.setattr(keeping, "commit_rows", lambda *_: None)
         assert fast.finish(stages.verifier, stages.drafter) is None
     assert stages.verifier._steps is not None
     assert "logits of the step after some rounds are off by" in caplog.text

@@ -96,7 +96,7 @@ def test_steps_are_prepared_for_what_the_stash_holds(
     )  # fmt: skip
     verifier = assembly.load_in_process(config).verifier
     assert isinstance(verifier.target, TargetModel)
-    fast = loading.Acceleration(config, verifier.target.device)
+    fast = loading.Acceleration(config, verifier.target.device, depth=7)
     fast.take_target(verifier.target)
     assert fast.finish(verifier, None) is None
     steps, most_rows = verifier._steps, verifier.pool.most_rows

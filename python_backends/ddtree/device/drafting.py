@@ -163,6 +163,10 @@ class DeviceDraft:
         """Candidates per position that `draft` gives when so many are wanted, see `DFlashDraft.width`."""
         return self._model.width(wanted, self._embedding, self._target_ids)
 
+    def room_for_features(self, places: int, rows: int) -> torch.Tensor:
+        """Zeros where `extend` can read context features, `[S, M, H]`."""
+        return self._embedding.new_zeros((places, rows, self._config.hidden_size))
+
     @torch.inference_mode()
     def draft(self, roots: torch.Tensor, rows: DeviceRows, width: int) -> DeviceCandidates:
         """Run the pass and pick the best candidates.

@@ -14,6 +14,7 @@ import torch
 from ddtree.device.messages import RoundRequest
 from ddtree.device.rounds import DeviceRounds
 from ddtree.device.steps import TargetSteps
+from ddtree.device.verify_calls import VerifyCalls
 from ddtree.draft import Drafter
 from ddtree.staging import read_prepared, stage
 from ddtree.types import DraftRequest, PrefillRequest, PrefillResult, SessionBatch, TreeBatch
@@ -82,6 +83,36 @@ def check_rounds(
     finally:
         verifier.release([_SESSION, _AT_ONCE])
         drafter.release([_SESSION])
+
+
+@torch.inference_mode()
+def check_calls(verifier: TargetVerifier, steps: TargetSteps, calls: VerifyCalls) -> None:
+    """Answer a few calls, each with the target's own token as second child, then hold the next step likewise.
+
+    Raises:
+        Misfit: the calls left something else in the cache than reading their tokens leaves.
+    """
+    ids = _prompt(verifier)
+    root = int(_open(verifier, _SESSION, ids).next_tokens[0])
+    try:
+        for _ in range(_ROUNDS):
+            session = verifier.sessions.find(_SESSION, 0, len(ids))
+            assert session is not None, "nobody else is here"
+            alone = steps.stage([session], TreeBatch.empty(1), [root])
+            if alone is None:
+                return
+            paths = calls.run([session], _two(verifier, int(alone.step.logits[0].argmax())), [root])
+            if paths is None:
+                return
+            told = [root, *paths.lists()[0]]
+            verifier.sessions.commit(session, told)
+            ids = torch.cat((ids, torch.tensor(told, dtype=torch.int32)))
+            root = int(paths.bonus_tokens[0])
+        _open(verifier, _AT_ONCE, ids)
+        what = "the step after some verify calls"
+        _compare(verifier, steps, TreeBatch.empty(1), root, what, reference=_AT_ONCE)
+    finally:
+        verifier.release([_SESSION, _AT_ONCE])
 
 
 def _check_reading(
@@ -167,3 +198,10 @@ def _tree(verifier: TargetVerifier, count: int) -> TreeBatch:
     depths = torch.tensor([[node.bit_length() for node in range(1, count + 1)]], dtype=torch.int32)
     tokens = nodes % verifier.target.vocab_size
     return TreeBatch(tokens, nodes // 2, depths, torch.tensor([count], dtype=torch.int32))
+
+
+def _two(verifier: TargetVerifier, token: int) -> TreeBatch:
+    """The root's children: another token, and this one."""
+    tokens = torch.tensor([[(token + 1) % verifier.target.vocab_size, token]], dtype=torch.int32)
+    zeros = torch.zeros_like(tokens)
+    return TreeBatch(tokens, zeros, zeros + 1, torch.tensor([2], dtype=torch.int32))

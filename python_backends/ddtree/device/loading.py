@@ -21,9 +21,11 @@ from ddtree.device.buffers import CacheSize, StepSize
 from ddtree.device.draft_steps import DraftSteps
 from ddtree.device.drafting import MOST_CANDIDATES
 from ddtree.device.graphs import GraphMaker
-from ddtree.device.load_check import check_rounds, check_steps
+from ddtree.device.keeping import TargetCache
+from ddtree.device.load_check import check_calls, check_rounds, check_steps
 from ddtree.device.rounds import DeviceRounds
 from ddtree.device.steps import TargetSteps, sizes_for
+from ddtree.device.verify_calls import VerifyCalls
 from ddtree.draft import Drafter
 from ddtree.kv_cache import KvPool
 from ddtree.models.target import TargetModel
@@ -40,6 +42,7 @@ class Preparation:
     context_length: int  # of the longest sequence
     max_nodes: int  # most draft nodes a request may ask for: pages are held for them, prepared or not
     on_progress: Callable[[StepSize], None] | None = None
+    depth: int = 15  # of the deepest tree that a verifier in a process of its own is prepared for
     repeats: int = 5  # of every size's timing
 
     def reach(self, pool: KvPool, block_size: int) -> CacheSize:
@@ -52,10 +55,14 @@ class Preparation:
 def prepare_steps(
     verifier: TargetVerifier, target: TargetModel, wanted: Preparation, maker: GraphMaker
 ) -> TargetSteps:
-    """Capture the target's steps, and let the verifier use them."""
+    """Capture the target's steps and what follows them in a verify call, and let the verifier use them."""
     cache = wanted.reach(verifier.pool, 0)
     steps = _steps(verifier, target, wanted, (cache, cache), maker)
+    kept_in = TargetCache(verifier.pool, verifier.projection)
     verifier.use(steps, wanted.repeats)
+    calls = VerifyCalls(steps, kept_in, wanted.depth, maker)
+    check_calls(verifier, steps, calls)
+    verifier.use_calls(calls)
     return steps
 
 
@@ -93,8 +100,9 @@ def _steps(
 class Acceleration:
     """Works on the stages of one process and one device; `finish` comes last."""
 
-    def __init__(self, config: ServingConfig, device: torch.device) -> None:
-        self._config = config
+    def __init__(self, config: ServingConfig, device: torch.device, depth: int) -> None:
+        """Take the settings, where the stages are, and the drafter's positions."""
+        self._config, self._depth = config, depth
         self._chooser = chooser_for(device)
         self._maker = GraphMaker(device)
 
@@ -132,7 +140,9 @@ class Acceleration:
             # Where recurrent layers leave room for fewer rows, larger batches of trees take several steps.
             sizes = tuple(size for size in sizes if size.rows <= most_rows)
         with tqdm(desc="capturing", total=len(sizes) * (1 if drafter is None else 2), disable=None) as bar:
-            wanted = Preparation(sizes, target.context_length, config.max_nodes, lambda _: _advance(bar))
+            wanted = Preparation(
+                sizes, target.context_length, config.max_nodes, lambda _: _advance(bar), self._depth
+            )
             if drafter is None:
                 prepare_steps(verifier, target, wanted, self._maker)
                 return None

@@ -11,20 +11,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
 from ddtree.device.buffers import StepBuffers
 from ddtree.device.drafting import MOST_CANDIDATES, DeviceDraft
 from ddtree.device.graphs import Captured, GraphMaker
+from ddtree.device.keeping import TargetCache
 from ddtree.device.kernels.build import build
-from ddtree.device.kernels.move import commit_rows, gather_rows, keep_rows
-from ddtree.device.kernels.walk import walk
 from ddtree.device.laps import Laps
 from ddtree.device.mailbox import Mailbox, Section
 from ddtree.device.rows import DeviceRows
 from ddtree.device.steps import StepOutput
 from ddtree.device.trees import DeviceAcceptance
-from ddtree.kv_cache import KvPool
 
 
 @dataclass(frozen=True)
@@ -33,8 +30,7 @@ class RoundStages:
 
     draft: DeviceDraft
     block_size: int
-    projection: nn.Module  # taps to context features
-    pool: KvPool  # of the target
+    cache: TargetCache
     step: Callable[[StepBuffers], Captured[StepOutput]]  # the target's step of a size
 
 
@@ -108,18 +104,11 @@ class RoundParts:
 
     def _finished(self) -> None:
         """Walk the trees, keep the paths in both caches, and put what the host must know into the outbox."""
-        buffers, stages, output = self._buffers, self._stages, self._output
-        rows, views = buffers.rows, buffers.box.device
-        out = self.outbox.device
+        buffers, stages = self._buffers, self._stages
+        out, views = self.outbox.device, buffers.box.device
         paths = DeviceAcceptance.over(out["paths"], buffers.size.places, self.depth)
-        accepted = walk(buffers.trees, output.next_tokens, self.depth, into=paths)
-        commit_rows(stages.pool.keys_values, rows, accepted)
-        if output.recurrent is not None:
-            lengths = torch.where(rows.counts > 0, accepted.accepted_counts + 1, 0)
-            output.recurrent.commit(accepted.path_rows, lengths)
-        features = stages.projection(gather_rows(output.taps, accepted))
-        keep_rows(features, stages.pool.features, rows, accepted)
-        counts = (accepted.accepted_counts + 1) * views["has_drafter"]
+        features = stages.cache.keep(buffers, self._output, paths)
+        counts = (paths.accepted_counts + 1) * views["has_drafter"]
         stages.draft.extend(features, counts.int(), self._block)
         out["counts"].copy_(buffers.trees.counts)
         out["log_probs"].copy_(buffers.trees.log_probs)

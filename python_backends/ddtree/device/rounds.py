@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from ddtree import verify_batch
 from ddtree.device.buffers import StepSize, TreeWishes
 from ddtree.device.graphs import GraphMaker
+from ddtree.device.keeping import TargetCache
 from ddtree.device.laps import Laps
 from ddtree.device.messages import NO_DRAFTER, RoundRequest, RoundResult, RoundSizes
 from ddtree.device.round_parts import RoundParts, RoundStages
@@ -107,8 +108,7 @@ class DeviceRounds:
         self._stages = RoundStages(
             drafter.on_device(),
             drafter.block_size,
-            verifier.projection,
-            verifier.pool,
+            TargetCache(verifier.pool, verifier.projection),
             lambda buffers: steps.captured(buffers.size),
         )
         self._laps = Laps(verifier.target.device)
