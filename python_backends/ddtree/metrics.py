@@ -51,7 +51,7 @@ class Gauge:
 
 
 class Histogram:
-    """A distribution of what happens at most once a round; every observation is handed over."""
+    """A distribution of what happens once a request; every observation is handed over."""
 
     def __init__(self) -> None:
         self._observations: list[float] = []
@@ -81,7 +81,7 @@ class TallyGrowth:
 
 
 class Tally:
-    """A distribution of what happens many times a round; handed over as counts per bucket."""
+    """A distribution of what happens in every round; handed over as counts per bucket."""
 
     def __init__(self, buckets: Sequence[float]) -> None:
         self._buckets = buckets
@@ -241,7 +241,7 @@ class Metrics:
         )
         self.build_info().set(1)
 
-        self.stage_seconds = _distribution(
+        self.stage_seconds = _tally(
             "ddtree_stage_seconds",
             "Time of a packed call by what was done: a stage's own clock, and the hops there and back",
             _STAGE_SECONDS, stage,

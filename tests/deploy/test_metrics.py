@@ -27,6 +27,7 @@ pytestmark = pytest.mark.triton
 
 # Series that a tally publishes as counters, since Triton's histograms have no bulk update.
 TALLIES = (
+    "ddtree_stage_seconds",
     "ddtree_inter_token_seconds",
     "ddtree_acceptance_length",
     "ddtree_tree_size_nodes",
