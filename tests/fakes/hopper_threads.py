@@ -62,9 +62,6 @@ class Shared:
     def store(self, value: torch.Tensor) -> None:
         self.memory.copy_(value)
 
-    def load(self, _: object) -> torch.Tensor:
-        return self.memory.clone()
-
 
 class Barrier:
     """A barrier in memory: its phase ends when all have arrived and all bytes have."""

@@ -5,6 +5,7 @@ Without such a GPU the kernels' code runs on threads, see `tests.fakes.hopper_th
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -35,14 +36,14 @@ def on_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 def attend(case: Case, cut: TeamTiling) -> torch.Tensor:
     """What the parts say together, float64."""
     form, (keys, values) = case.form, case.pool
-    scale = form.scoring.scaling * 1.4426950408889634
+    scale = form.scoring.scaling * math.log2(math.e)
     parts = attend_in_teams(
         case.query, case.keys, case.values, keys, values, case.rows, form.sight, scale, cut
     )
     found = torch.zeros(case.query.shape, dtype=torch.float64)
     for place, count in enumerate(case.rows.counts.tolist()):
         sums, means = parts.sums[place, :count].cpu().double(), parts.means[place, :count].cpu().double()
-        shares = torch.softmax(sums * 0.6931471805599453, dim=-1)[..., None]
+        shares = torch.softmax(sums * math.log(2), dim=-1)[..., None]
         found[place, :count] = torch.where(shares > 0, means * shares, 0.0).sum(2)
     return found
 
@@ -67,6 +68,10 @@ def test_trees(name: str, lengths: list[int], counts: list[int]) -> None:
 @pytest.mark.parametrize("name", CUTS)
 def test_chains_of_one_tile(name: str) -> None:
     check(replace(FORM, rows=17, groups=2, sight=Sight.CAUSAL), [700], [16], replace(CUTS[name], many=1))
+
+
+def test_blocks_of_half_a_page() -> None:
+    check(replace(FORM, rows=33, page_size=256), [700], [33], CUTS["blocks of two pages"])
 
 
 def test_a_tree_of_two_words() -> None:

@@ -24,6 +24,18 @@ together = getattr(gl, "barrier", None) or gl.thread_barrier  # the second in Tr
 
 
 @gluon.jit
+def bring(
+    pool_at, first, second, kv_head, memory, ready,
+    DIM: gl.constexpr, KEYS: gl.constexpr, CHUNK: gl.constexpr,
+):  # fmt: skip
+    """Let a block come: `CHUNK` rows from slot `first` on, and any others from slot `second` on."""
+    mbarrier.expect(ready, KEYS * DIM * 2)
+    tma.async_copy_global_to_shared(pool_at, [first, kv_head * DIM], ready, memory.slice(0, CHUNK))
+    if KEYS > CHUNK:
+        tma.async_copy_global_to_shared(pool_at, [second, kv_head * DIM], ready, memory.slice(CHUNK, CHUNK))
+
+
+@gluon.jit
 def load(
     keys_at, values_at, keys, values, keys_ready, values_ready, keys_free, values_free,
     table, kv_head, begin, end,
@@ -38,17 +50,19 @@ def load(
         if KEYS > CHUNK:
             second = gl.load(table + block * KEYS // PAGE + 1) * PAGE
         mbarrier.wait(keys_free.index(stage), phase ^ 1)
-        ready, to = keys_ready.index(stage), keys.index(stage)
-        mbarrier.expect(ready, KEYS * DIM * 2)
-        tma.async_copy_global_to_shared(keys_at, [first, kv_head * DIM], ready, to.slice(0, CHUNK))
-        if KEYS > CHUNK:
-            tma.async_copy_global_to_shared(keys_at, [second, kv_head * DIM], ready, to.slice(CHUNK, CHUNK))
+        bring(keys_at, first, second, kv_head, keys.index(stage), keys_ready.index(stage), DIM, KEYS, CHUNK)
         mbarrier.wait(values_free.index(stage), phase ^ 1)
-        ready, to = values_ready.index(stage), values.index(stage)
-        mbarrier.expect(ready, KEYS * DIM * 2)
-        tma.async_copy_global_to_shared(values_at, [first, kv_head * DIM], ready, to.slice(0, CHUNK))
-        if KEYS > CHUNK:
-            tma.async_copy_global_to_shared(values_at, [second, kv_head * DIM], ready, to.slice(CHUNK, CHUNK))
+        bring(
+            values_at,
+            first,
+            second,
+            kv_head,
+            values.index(stage),
+            values_ready.index(stage),
+            DIM,
+            KEYS,
+            CHUNK,
+        )
 
 
 @gluon.jit
@@ -74,14 +88,14 @@ def full_blocks(
     scores = warpgroup_mma(queries, keys.index(0).permute((1, 0)), none, use_acc=False)
     mbarrier.arrive(keys_free.index(0))
     shares, fade, highest, weight = softmax(scores, highest, weight, scale)
-    p = gl.convert_layout(shares.to(gl.bfloat16), OPERAND)
+    operand = gl.convert_layout(shares.to(gl.bfloat16), OPERAND)
     mbarrier.wait(values_ready.index(0), 0)
     for turn in range(1, blocks):
         stage, phase, before = turn % STAGES, (turn // STAGES) & 1, (turn - 1) % STAGES
         mbarrier.wait(keys_ready.index(stage), phase)
         none = gl.zeros((64, KEYS), gl.float32, SCORES)
         coming = warpgroup_mma(queries, keys.index(stage).permute((1, 0)), none, use_acc=False, is_async=True)
-        summed = warpgroup_mma(p, values.index(before), total, is_async=True)
+        summed = warpgroup_mma(operand, values.index(before), total, is_async=True)
         scores = warpgroup_mma_wait(1, deps=[coming])
         mbarrier.arrive(keys_free.index(stage))
         shares, fade, highest, weight = softmax(scores, highest, weight, scale)
@@ -89,11 +103,13 @@ def full_blocks(
         # This wait stands between the softmax and the next one: else the assembler moves that one up, and the
         # softmax no longer runs beside the product.
         mbarrier.wait(values_ready.index(stage), phase)
-        total, _old, p, fade, weight = warpgroup_mma_wait(0, deps=[summed, p, fresh, fade, weight])
+        total, _old, operand, fade, weight = warpgroup_mma_wait(
+            0, deps=[summed, operand, fresh, fade, weight]
+        )
         mbarrier.arrive(values_free.index(before))
         total = total * gl.expand_dims(gl.convert_layout(fade, gl.SliceLayout(1, TOTAL)), 1)
     last = (blocks - 1) % STAGES
-    total = warpgroup_mma(p, values.index(last), total)
+    total = warpgroup_mma(operand, values.index(last), total)
     mbarrier.arrive(values_free.index(last))
     return total, highest, weight
 
@@ -115,8 +131,8 @@ def masked_block(
     scores = warpgroup_mma(queries, keys.permute((1, 0)), none, use_acc=False)
     shares, fade, highest, weight = softmax(gl.where(seen, scores, UNSEEN), highest, weight, scale)
     total = total * gl.expand_dims(gl.convert_layout(fade, gl.SliceLayout(1, TOTAL)), 1)
-    p = gl.convert_layout(shares.to(gl.bfloat16), gl.DotOperandLayout(0, TOTAL, 2))
-    return warpgroup_mma(p, values, total), highest, weight
+    operand = gl.convert_layout(shares.to(gl.bfloat16), gl.DotOperandLayout(0, TOTAL, 2))
+    return warpgroup_mma(operand, values, total), highest, weight
 
 
 @gluon.jit

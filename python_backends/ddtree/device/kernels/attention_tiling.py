@@ -22,8 +22,8 @@ _PARTS = 3.0  # writing what a wave's programs found and reading it again, were 
 _HARD_JOIN = 1.0  # what a join of eight warps takes longer
 
 _LONG = 4096  # slots from which on teams are faster
-_LONGEST_SPLIT = 16  # splits that are tried
-_TEAM = 2  # groups of a program
+_MOST_SPLITS = 16  # splits that are tried
+TEAM = 2  # groups of a program, 64 query rows each
 # In units of what a full program takes for a block of keys.
 _LONE_GROUP = 0.7  # a program with rows for one group only
 _TEAM_WAVE = 2.5  # start and end of a program
@@ -111,14 +111,14 @@ def tiling_for(shape: AttentionShape, wish: Tiling | None = None) -> Tiling:
 
 @cache
 def teams_for(shape: AttentionShape) -> TeamTiling | None:
-    """How `attention_hopper` is launched for a shape; None: few are faster otherwise."""
+    """How `attention_hopper` is launched for a shape; None: few rows or few slots are faster without."""
     if shape.folded <= _WIDE_DOT or shape.slots < _LONG:
         return None
     cut, groups = TeamTiling(1, 1), -(-shape.folded // _WIDE_DOT)
-    tiles = -(-groups // _TEAM)
+    tiles = -(-groups // TEAM)
     blocks, work = shape.slots / cut.keys, shape.places * shape.kv_heads
-    pace = _LONE_GROUP if groups % _TEAM else 1.0
-    most = min(_LONGEST_SPLIT, int(blocks))
+    pace = _LONE_GROUP if groups % TEAM else 1.0
+    most = min(_MOST_SPLITS, int(blocks))
 
     def cost(many: int, last: int) -> float:
         full, few = blocks / many + _TEAM_WAVE, pace * blocks / last + _TEAM_WAVE
