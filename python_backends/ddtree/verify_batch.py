@@ -225,7 +225,7 @@ def kept(
         bonus_tokens=place(torch.from_numpy(paths.bonus_tokens)),
         node_counts=place(node_counts),
         log_probs=no_log_probs(len(status)),
-        features=pieces[0] if len(pieces) == 1 else torch.cat([paths.features[0, :0], *pieces]),
+        features=torch.cat([paths.features[0, :0], *pieces]),  # a copy: the next call writes there again
         commit_ms=paths.keep_ms,
     )
 
