@@ -108,7 +108,6 @@ class Drafter:
         session.length = count
         root = torch.zeros(1, dtype=torch.int64)
         depth = self._config.block_size - 1
-
         nothing = FreshContext(torch.zeros((0, self._config.hidden_size), dtype=self.feature_dtype), ((),))
 
         def step(_: int) -> None:

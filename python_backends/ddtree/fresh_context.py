@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
@@ -25,10 +26,10 @@ class FreshContext:
     @classmethod
     def of(cls, request: DraftRequest, live: Sequence[int]) -> FreshContext:
         """What a request brings for the sequences of some places."""
-        stops, ids = torch.cumsum(request.counts, 0).tolist(), request.context_ids.tolist()
-        spans = [(stops[place] - int(request.counts[place]), stops[place]) for place in live]
+        counts, ids = request.counts.tolist(), request.context_ids.tolist()
+        stops = list(accumulate(counts))
+        spans = [slice(stops[place] - counts[place], stops[place]) for place in live]
         features = request.context_features
-        if len(live) < len(stops):
-            rows = [torch.arange(*span) for span in spans]
-            features = features[torch.cat(rows) if rows else torch.zeros(0, dtype=torch.int64)]
-        return cls(features, [ids[start:stop] for start, stop in spans])
+        if len(live) < len(counts):
+            features = torch.cat([features[:0], *(features[span] for span in spans)])
+        return cls(features, [ids[span] for span in spans])

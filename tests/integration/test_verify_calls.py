@@ -7,18 +7,20 @@ from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
-from ddtree import assembly
+from ddtree import assembly, verify_batch
 from ddtree.config import ServingConfig
 from ddtree.device import keeping
 from ddtree.device.graphs import GraphMaker
 from ddtree.device.load_check import Misfit
 from ddtree.device.loading import Preparation, prepare_steps
 from ddtree.device.steps import sizes_for
-from ddtree.device.verify_calls import VerifyCalls
+from ddtree.device.verify_calls import KeptPaths, VerifyCalls
 from ddtree.models.target import TargetModel
+from ddtree.sampling_spec import SamplingSpec
 from ddtree.types import (
     FeatureRequest,
     PrefillRequest,
@@ -76,17 +78,18 @@ def batch(ids: tuple[int, ...], lengths: list[int]) -> SessionBatch:
     return SessionBatch(torch.tensor(ids), ints(*[0] * len(ids)), ints(*lengths))
 
 
-def open_sessions(verifier: TargetVerifier, ids: tuple[int, ...]) -> list[int]:
+def open_sessions(verifier: TargetVerifier, ids: tuple[int, ...], sampling: str = "") -> list[int]:
     """Let it read the prompts; gives the root tokens."""
     counts = [len(prompt) for prompt in PROMPTS]
     tokens = ints(*[token for prompt in PROMPTS for token in prompt])
-    request = PrefillRequest(batch(ids, [0, 0]), tokens, ints(*counts), ints(200, 200))
+    settings = (sampling, sampling)
+    request = PrefillRequest(batch(ids, [0, 0]), tokens, ints(*counts), ints(200, 200), settings)
     roots: list[int] = verifier.prefill(request).next_tokens.tolist()
     return roots
 
 
 def grown(source: random.Random, truth: list[list[int]], depth: int) -> TreeBatch:
-    """Random trees; about half of the nodes hold what the target will say there, if their path is right."""
+    """Random trees; most nodes hold what the target will say there, if their path is right."""
     rows = []
     for text in truth:
         parents = random_parents(source, source.randrange(1, NODES + 1), reach=2)
@@ -155,7 +158,7 @@ def test_a_conversation_of_random_trees(verifier: TargetVerifier) -> None:
     """Verdicts, features and the cache are those of the general way, round after round."""
     source = random.Random(3)
     roots = open_sessions(verifier, CAPTURED)
-    ids, accepted = [list(prompt) for prompt in PROMPTS], 0
+    ids, accepted, told = [list(prompt) for prompt in PROMPTS], 0, []
     for _ in range(8):
         lengths = [len(text) for text in ids]
         reopened(verifier, ids)
@@ -173,9 +176,23 @@ def test_a_conversation_of_random_trees(verifier: TargetVerifier) -> None:
             text += [roots[place], *path]
             accepted += len(path)
         roots = found.bonus_tokens.tolist()
+        told.append((found.bonus_tokens, roots))
+    assert all(tokens.tolist() == then for tokens, then in told), "the next call leaves answers as they are"
     assert accepted > 8, "paths, not only roots, were kept"
     verifier.release([*CAPTURED, *GENERAL])
     verifier.check_integrity()
+
+
+@pytest.mark.parametrize("sequences", [1, 2])
+def test_features_are_the_callers_to_keep(sequences: int) -> None:
+    """A captured call leaves its features where the next one does; a sequence may be owed them for long."""
+    counts = np.zeros(sequences, dtype=np.int32)
+    features = torch.ones(sequences, 3, 2)
+    paths = KeptPaths(counts, counts[:, None], counts, features, 0.0)
+    places, zeros = range(sequences), torch.zeros(sequences, dtype=torch.int32)
+    result = verify_batch.kept(zeros.clone(), list(places), zeros, paths, [Status.OK for _ in places])
+    features.fill_(7.0)
+    assert result.features.tolist() == [[1.0, 1.0]] * sequences
 
 
 def test_a_lost_session_between_others(verifier: TargetVerifier) -> None:
@@ -187,6 +204,18 @@ def test_a_lost_session_between_others(verifier: TargetVerifier) -> None:
     assert found.features.shape[0] == 2
     assert int(found.bonus_tokens[1]) == int(found.accepted_counts[1]) == 0
     verifier.release(CAPTURED)
+
+
+def test_sequences_that_draw_their_tokens_take_the_general_way(verifier: TargetVerifier) -> None:
+    hot = SamplingSpec(temperature=9.0, seed=1).to_json()
+    roots = open_sessions(verifier, CAPTURED, hot)
+    assert open_sessions(verifier, GENERAL, hot) == roots
+    captured, general = (
+        VerifyRequest(batch(ids, [len(prompt) for prompt in PROMPTS]), ints(*roots), TreeBatch.empty(2))
+        for ids in (CAPTURED, GENERAL)
+    )
+    check_equal(verifier.verify(captured), without_calls(verifier, general))
+    verifier.release([*CAPTURED, *GENERAL])
 
 
 @pytest.mark.parametrize("depth", [DEPTH, DEPTH + 1])

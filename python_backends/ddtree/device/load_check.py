@@ -1,10 +1,10 @@
-"""Compares captured steps and rounds with the general way, on the device they will serve on.
+"""Compares captured steps, calls and rounds with the general way, on the device they will serve on.
 
 Kernels are compiled where they run, so what can go wrong shows at load: no compiler, a card or a driver they
 do not fit. Then stages go on without them, more slowly and as right. One session reads a made-up prompt; the
 step over a small tree must say what the packed forward says, a prompt that a step has read must be the prompt
-that the packed forward reads, and after some rounds the next step must say what it says behind the same
-tokens read at once. This module knows what right is, not how steps work.
+that the packed forward reads, and after some rounds or calls the next step must say what it says behind the
+same tokens read at once. This module knows what right is, not how steps work.
 """
 
 from __future__ import annotations

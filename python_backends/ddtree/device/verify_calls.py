@@ -1,4 +1,4 @@
-"""Verify calls over trees that the host built, captured: one copy there, three launches, one copy back.
+"""Verify calls over trees that the host built, captured: one copy there, two launches, one copy back.
 
     sent: roots, lengths, pages, trees                                   fetched: paths, bonus tokens
       │                                                                              ▲
@@ -59,9 +59,9 @@ class _Parts:
     ) -> None:
         self.buffers, self._step, self._cache = buffers, step, cache
         places, depth = buffers.size.places, min(depth, buffers.size.nodes)
-        self.outbox = Mailbox({"paths": Section((places * (2 * depth + 3),))}, buffers.token_ids.device)
-        self._paths = DeviceAcceptance.over(self.outbox.device["paths"], places, depth)
-        self.host = DeviceAcceptance.over(torch.from_numpy(self.outbox.host["paths"]), places, depth)
+        self._outbox = Mailbox({"paths": Section((places * (2 * depth + 3),))}, buffers.token_ids.device)
+        self._walked = DeviceAcceptance.over(self._outbox.device["paths"], places, depth)
+        self.paths = DeviceAcceptance.over(torch.from_numpy(self._outbox.host["paths"]), places, depth)
         self._output = step()
         # A graph reads where the step's output stood then: a step without one leaves it elsewhere each time.
         self._keep = maker.capture(self._kept) if step.is_still else Captured(self._kept)
@@ -74,11 +74,11 @@ class _Parts:
         laps.lap("step")
         features = self._keep()
         laps.lap("keep")
-        self.outbox.fetch()
+        self._outbox.fetch()
         return features
 
     def _kept(self) -> torch.Tensor:
-        return self._cache.keep(self.buffers, self._output, self._paths)
+        return self._cache.keep(self.buffers, self._output, self._walked)
 
 
 class VerifyCalls:
@@ -117,12 +117,12 @@ class VerifyCalls:
         buffers.put(sessions, roots)
         buffers.put_trees(trees)
         features = parts.play(self._laps)
-        told = parts.host
+        paths = parts.paths
 
         def first(values: torch.Tensor) -> NDArray[Any]:
             return values[:count].numpy().copy()
 
         return KeptPaths(
-            first(told.accepted_counts), first(told.accepted_tokens), first(told.bonus_tokens),
+            first(paths.accepted_counts), first(paths.accepted_tokens), first(paths.bonus_tokens),
             features[:count], self._laps.ms()["keep"],
         )  # fmt: skip
