@@ -14,6 +14,7 @@ import torch
 from ddtree import assembly, verify_batch
 from ddtree.config import ServingConfig
 from ddtree.device import keeping
+from ddtree.device.buffers import StepSize
 from ddtree.device.graphs import GraphMaker
 from ddtree.device.load_check import Misfit
 from ddtree.device.loading import Preparation, prepare_steps
@@ -55,11 +56,10 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> ServingConfig:
     )  # fmt: skip
 
 
-def prepare(config: ServingConfig) -> TargetVerifier:
+def prepare(config: ServingConfig, sizes: tuple[StepSize, ...] = sizes_for(2, 15, 32)) -> TargetVerifier:
     verifier = assembly.load_in_process(config).verifier
     target = verifier.target
     assert isinstance(target, TargetModel)
-    sizes = sizes_for(2, 15, 32)
     wanted = Preparation(sizes, target.context_length, config.max_nodes, depth=DEPTH, repeats=1)
     prepare_steps(verifier, target, wanted, GraphMaker(target.device))
     return verifier
@@ -204,6 +204,23 @@ def test_a_lost_session_between_others(verifier: TargetVerifier) -> None:
     assert found.features.shape[0] == 2
     assert int(found.bonus_tokens[1]) == int(found.accepted_counts[1]) == 0
     verifier.release(CAPTURED)
+
+
+def test_a_place_that_is_empty_now_leaves_its_old_pages_alone(config: ServingConfig) -> None:
+    verifier = prepare(config, (StepSize(1, 0), StepSize(2, 15)))
+    roots, lengths = open_sessions(verifier, CAPTURED), [len(prompt) for prompt in PROMPTS]
+    line = torch.zeros((2, 1), dtype=torch.int32)
+    trees = TreeBatch(line, line, line + 1, ints(1, 1))
+    grew = verifier.verify(VerifyRequest(batch(CAPTURED, lengths), ints(*roots), trees)).accepted_counts + 1
+    verifier.release(CAPTURED[1:])
+    verifier.prefill(PrefillRequest(batch(GENERAL[:1], [0]), ints(*range(40)), ints(40), ints(200)))
+    session = verifier.sessions.find(GENERAL[0], 0, 40)
+    assert session is not None
+    before = verifier.pool.keys_values[:, :, session.pages.slots[:40]].clone()
+    one = TreeBatch(line[:1], line[:1], line[:1] + 1, ints(1))
+    at = batch(CAPTURED[:1], [lengths[0] + int(grew[0])])
+    assert verifier.verify(VerifyRequest(at, ints(7), one)).status.tolist() == [Status.OK]
+    assert torch.equal(verifier.pool.keys_values[:, :, session.pages.slots[:40]], before)
 
 
 def test_sequences_that_draw_their_tokens_take_the_general_way(verifier: TargetVerifier) -> None:
