@@ -219,22 +219,27 @@ class Drafter:
         self, sessions: Sequence[Session], fresh: FreshContext, roots: torch.Tensor, depth: int, width: int
     ) -> _Drafted | None:
         """Add new context to the sessions and draft behind it, nothing where `depth` is 0."""
-        steps = self._steps
-        if steps is not None and depth > 0 and steps.takes(fresh.counts, width):
-            best = steps.candidates(sessions, roots, fresh)
+        for session, count in zip(sessions, fresh.counts, strict=True):
+            assert session.length + count <= session.pages.capacity, "context overruns the session's pages"
+        steps = self._steps if depth > 0 else None
+        if steps is not None and not steps.takes(len(sessions), width):
+            steps = None
+        if steps is None or max(fresh.counts) > self.block_size:  # a prompt's, for one
+            self._extend(sessions, fresh)
             self._commit(sessions, fresh)
-            edges = None if best.edge_log_probs is None else best.edge_log_probs[:, :depth]
-            return _Drafted(best.ids[:, :depth, :width], best.log_probs[:, :depth, :width], edges)
-        self._extend(sessions, fresh)
+            fresh = fresh.taken()
+        if steps is None:
+            return self._candidates(sessions, roots, depth, width) if depth > 0 else None
+        best = steps.candidates(sessions, roots, fresh)
         self._commit(sessions, fresh)
-        return self._candidates(sessions, roots, depth, width) if depth > 0 else None
+        edges = None if best.edge_log_probs is None else best.edge_log_probs[:, :depth]
+        return _Drafted(best.ids[:, :depth, :width], best.log_probs[:, :depth, :width], edges)
 
     def _extend(self, sessions: Sequence[Session], fresh: FreshContext) -> None:
         """Write new context to the cache, all sequences and layers at once."""
         slots, positions = [], []
         for session, count in zip(sessions, fresh.counts, strict=True):
             stop = session.length + count
-            assert stop <= session.pages.capacity, "context overruns the session's pages"
             slots.append(session.pages.slots[session.length : stop])
             positions.append(torch.arange(session.length, stop, device=self._device))
         features = fresh.features.to(self._device)

@@ -8,6 +8,7 @@ from itertools import accumulate
 
 import torch
 
+from ddtree.errors import InvalidArgument
 from ddtree.types import DraftRequest
 
 
@@ -23,13 +24,27 @@ class FreshContext:
         """Of each sequence."""
         return [len(ids) for ids in self.ids]
 
+    def taken(self) -> FreshContext:
+        """What is left of it when the sessions have it."""
+        return FreshContext(self.features[:0], [()] * len(self.ids))
+
     @classmethod
     def of(cls, request: DraftRequest, live: Sequence[int]) -> FreshContext:
-        """What a request brings for the sequences of some places."""
+        """What a request brings for the sequences of some places.
+
+        Raises:
+            InvalidArgument: the counts do not divide what it brings.
+        """
         counts, ids = request.counts.tolist(), request.context_ids.tolist()
-        stops = list(accumulate(counts))
+        features, stops = request.context_features, list(accumulate(counts))
+        if min(counts) < 0 or not stops[-1] == len(ids) == len(features):
+            raise InvalidArgument.of(
+                "counts",
+                f"must be 0 or more each and add up to {len(ids)} context_ids and {len(features)} features",
+                counts,
+                "send a count for every sequence",
+            )
         spans = [slice(stops[place] - counts[place], stops[place]) for place in live]
-        features = request.context_features
         if len(live) < len(counts):
             features = torch.cat([features[:0], *(features[span] for span in spans)])
         return cls(features, [ids[span] for span in spans])

@@ -23,7 +23,6 @@ from ddtree.types import (
     DraftRequest,
     PrefillRequest,
     SessionBatch,
-    Status,
     TreeBatch,
     VerifyRequest,
     VerifyResult,
@@ -182,50 +181,6 @@ def test_a_drafter_alone_drafts_through_its_passes(config: ServingConfig, stages
     assert drafted.top_ids[:, :, 0].tolist() == [list(range(100, 105))] * lives
     assert bool((drafted.top_log_probs[:, :, :1] > drafted.top_log_probs[:, :, 1:]).all())
     stages.drafter.release([1, 2])
-
-
-def test_new_context_goes_through_the_passes(config: ServingConfig, stages: InProcessStages) -> None:
-    """What passes store in pieces is what is stored of many tokens at once.
-
-    A lost session is skipped, and a place that is empty in one pass keeps its old session's pages alone.
-    """
-    drafter = stages.drafter
-    assert isinstance(drafter, ScriptedDrafter)
-    wider = replace(config, max_sequences=4)
-    assert Acceleration(wider, torch.device("cpu"), depth=7).finish(None, drafter) is None
-    block, total, ints = drafter.block_size, 2 * drafter.block_size + 1, torch.tensor
-    features = torch.randn((total, 32), generator=torch.Generator().manual_seed(1))
-    ids = torch.arange(total, dtype=torch.int32)
-
-    def draft(sessions: list[int], starts: list[int], stops: list[int]) -> list[int]:
-        zero, spans = [0] * len(sessions), [slice(*span) for span in zip(starts, stops, strict=True)]
-        request = DraftRequest(
-            SessionBatch(ints(sessions), ints(zero), ints(starts)), torch.cat([ids[s] for s in spans]),
-            torch.cat([features[s] for s in spans]), ints(stops) - ints(starts), ints(zero).int(),
-            ints([32] * len(sessions)), 5, 3,
-        )  # fmt: skip
-        status: list[int] = drafter.draft(request).status.tolist()
-        return status
-
-    def kept(session: int, length: int) -> torch.Tensor:
-        found = drafter.sessions.find(session, 0, length)
-        assert found is not None
-        return drafter.pool.keys_values[:, :, found.pages.slots[:length]].clone()
-
-    assert draft([1], [0], [total]) == [0], "more than a block: the general way"
-    expected = kept(1, total)
-    assert expected.abs().sum() > 0
-    drafter.release([1])
-    assert draft([2, 3, 4, 5], [0] * 4, [3, block, 2, 1]) == [0] * 4
-    drafter.release([5])
-    assert draft([6], [0], [total]) == [0]  # has the pages that 5 had
-    for step in drafter._steps._steps:  # type: ignore[union-attr]
-        step.features.fill_(9.0)  # whatever stood there
-    assert draft([7, 2, 3, 4], [5, 3, block, 2], [6, 5, block, 4]) == [Status.SESSION_LOST, 0, 0, 0]
-    assert draft([2], [5], [5 + block]) == [0]
-    for session, length in ((2, 5 + block), (3, block), (4, 4), (6, total)):
-        torch.testing.assert_close(kept(session, length), expected[:, :, :length])
-    drafter.release([2, 3, 4, 6])
 
 
 @pytest.mark.parametrize("nodes", [7, 15])

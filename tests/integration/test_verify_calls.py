@@ -235,6 +235,19 @@ def test_sequences_that_draw_their_tokens_take_the_general_way(verifier: TargetV
     verifier.release([*CAPTURED, *GENERAL])
 
 
+def test_trees_beyond_a_sessions_pages_are_refused(verifier: TargetVerifier) -> None:
+    """Rows are staged in pages; whose they are, beyond the session's own, the device would not ask."""
+    prompt, page = ints(*PROMPTS[0]), verifier.pool.page_size
+    first = PrefillRequest(batch(CAPTURED[:1], [0]), prompt, ints(len(prompt)), ints(page))
+    root = verifier.prefill(first).next_tokens
+    count = page - len(prompt)
+    nodes = torch.arange(count, dtype=torch.int32)[None]
+    trees = TreeBatch(nodes, nodes * 0, nodes * 0 + 1, ints(count))
+    with pytest.raises(AssertionError, match="a tree overruns its session's pages"):
+        verifier.verify(VerifyRequest(batch(CAPTURED[:1], [len(prompt)]), root, trees))
+    verifier.release(CAPTURED)
+
+
 @pytest.mark.parametrize("depth", [DEPTH, DEPTH + 1])
 def test_trees_deeper_than_a_drafter_makes_take_the_general_way(verifier: TargetVerifier, depth: int) -> None:
     calls = verifier._calls

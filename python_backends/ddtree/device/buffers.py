@@ -97,6 +97,7 @@ class StepBuffers:
         made = DeviceRows.empty(places, nodes + 1, 1, target.page_size, device)
         self.rows = replace(made, page_table=views["page_table"], lengths=views["lengths"])
         self.token_ids = torch.zeros((places, nodes + 1), dtype=torch.int64, device=device)
+        self._room = np.zeros(places, dtype=np.int64)  # slots of each place's session
         # Whose pages stand where: a table is long, and most sequences stay in their places.
         self._held: dict[str, list[Pages | None]] = {
             table: [None] * places for table in ("page_table", "draft_table")
@@ -115,6 +116,7 @@ class StepBuffers:
         host["active"][places] = True
         host["lengths"][places] = [session.length for session in sessions]
         host["roots"][places] = roots
+        self._room[places] = [session.pages.capacity for session in sessions]
         for place, session in enumerate(sessions):
             if self._put_pages("page_table", place, session.pages) and session.pages.indices:
                 host["states"][place] = self._state_of(session.pages) or 0
@@ -137,6 +139,8 @@ class StepBuffers:
         for name in ("tokens", "parents", "depths"):
             host[name][:count, :nodes] = getattr(trees, name).cpu().numpy()
         host["counts"][:count] = trees.counts.cpu().numpy()
+        ends = host["lengths"][:count] + host["counts"][:count] + 1
+        assert (ends <= self._room[:count]).all(), "a tree overruns its session's pages"
 
     def _put_pages(self, table: str, place: int, pages: Pages) -> bool:
         """Write a sequence's pages, unless they stand there; gives whether they had to be written."""

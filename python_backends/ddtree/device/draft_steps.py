@@ -63,10 +63,9 @@ class DraftSteps:
         largest_first = sorted(places, reverse=True)
         self._steps = [self._capture(size, cache, maker) for size in largest_first][::-1]
 
-    def takes(self, counts: Sequence[int], width: int) -> bool:
-        """Whether a pass does it: sessions with so much new context, and candidates per position."""
-        largest = self._steps[-1].places
-        return width <= self.width and len(counts) <= largest and max(counts) <= self._block_size
+    def takes(self, sequences: int, width: int) -> bool:
+        """Whether a pass does it: so many sequences, and candidates per position."""
+        return width <= self.width and sequences <= self._steps[-1].places
 
     def candidates(
         self, sessions: Sequence[Session], roots: torch.Tensor, fresh: FreshContext
@@ -78,8 +77,9 @@ class DraftSteps:
         Args:
             sessions: as many as `takes` allows; they get the first places, and stay as long as they are.
             roots: `[S]` root tokens, on the host.
-            fresh: what comes behind what the sessions have, as much as `takes` allows.
+            fresh: what comes behind what the sessions have, a block each at most.
         """
+        assert max(fresh.counts) <= self._block_size, "a pass takes a block of new context at most"
         step = next(step for step in self._steps if step.places >= len(sessions))
         host, count, counts = step.box.host, len(sessions), fresh.counts
         host["counts"][...] = 0
@@ -93,6 +93,7 @@ class DraftSteps:
             host["begun"][place] = session.length
         host["lengths"][...] = host["begun"] + host["fresh"]
         step.box.send()
+        assert not sum(counts) or fresh.features.shape[1:] == step.features.shape[2:], "features are rows [H]"
         start = 0
         for place, new in enumerate(counts):
             if new:
