@@ -14,6 +14,9 @@ pytestmark = [pytest.mark.triton, pytest.mark.timeout(240)]
 REQUESTS = 500
 
 
+# Triton 2.51 can crash while it unloads a model whose process has calls of stages open: seen once in some 24
+# ends that had, and once in this test's. Once more then; any other end fails.
+@pytest.mark.flaky(reruns=1, only_rerun=r"assert \(-11, 0, 0\)")
 def test_hundreds_of_requests_of_every_kind(tmp_path: Path, project_root: Path) -> None:
     with soaked(tmp_path, project_root) as world:
         went = soak(world, REQUESTS)

@@ -64,8 +64,12 @@ OUTPUTS: Final[Mapping[str, tuple[str, ...]]] = {
 class BlsStages:
     """Stages behind BLS; see `Stages`."""
 
-    def __init__(self, call: StageCall, observe: Observe = ignore) -> None:
+    def __init__(
+        self, call: StageCall, observe: Observe = ignore, end: Callable[[], Awaitable[None]] | None = None
+    ) -> None:
+        """Take how stages are called, and how the calls under way are waited for at the end."""
         self._send = call
+        self._end = end
         self._observe = observe
         self._feature_dtype: torch.dtype | None = None
         self._shares: tuple[str, str] = ("", "")  # what the stages said when it was last tried
@@ -116,7 +120,9 @@ class BlsStages:
                 raise outcome
 
     async def close(self) -> None:
-        """Nothing is held here."""
+        """Nothing is held here but calls that nobody waits for any more."""
+        if self._end is not None:
+            await self._end()
 
     async def _call(self, model: str, operation: str, arrays: Arrays) -> Mapping[str, Any]:
         answer = self._send(model, operation, arrays)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
@@ -13,25 +15,50 @@ from ddtree.stages.bls import OUTPUTS
 from ddtree.stages.patience import StageGone
 from ddtree.wire import Arrays
 
+_LOG = logging.getLogger(__name__)
+_END_S: Final = 5.0
 # Triton's own words about a model that did not get the call, or whose process ended (2.51 and 2.73).
 _GONE = ("is not healthy", "is not ready", "no available versions", "unknown model", "stub process")
 
 
-async def call_stage(model: str, operation: str, arrays: Arrays) -> Mapping[str, Any]:
-    """Send one operation to a stage model and give its outputs as arrays.
+class StageCalls:
+    """Calls stage models, and knows which calls are under way: their threads wait, whoever gives them up."""
 
-    Raises:
-        StageGone: the stage is not loaded or its process is dead.
-        Unavailable: it answered with an error.
-    """
+    def __init__(self) -> None:
+        self._under_way: set[asyncio.Future[Any]] = set()
+
+    async def __call__(self, model: str, operation: str, arrays: Arrays) -> Mapping[str, Any]:
+        """Send one operation to a stage model and give its outputs as arrays.
+
+        Raises:
+            StageGone: the stage is not loaded or its process is dead.
+            Unavailable: it answered with an error.
+        """
+        answer = _request(model, operation, arrays).async_exec()
+        self._under_way.add(answer)
+        answer.add_done_callback(self._under_way.discard)
+        response = await asyncio.shield(answer)
+        if response.has_error():
+            said = response.error().message()
+            kind = StageGone if any(words in said for words in _GONE) else Unavailable
+            raise kind(f"stage {model} failed to {operation}: {said}; retry in 5 s")
+        return {tensor.name(): tensor.as_numpy() for tensor in response.output_tensors()}
+
+    async def end(self) -> None:
+        """Wait for the calls under way, some seconds at most.
+
+        Triton answers none once the model is finalized: a thread that waits then keeps the process alive
+        until it is ended, at which Triton 2.51 crashed.
+        """
+        if self._under_way:
+            _, late = await asyncio.wait(self._under_way, timeout=_END_S)
+            if late:
+                _LOG.warning("%d calls of stages are not answered at the end", len(late))
+
+
+def _request(model: str, operation: str, arrays: Arrays) -> Any:
     op = np.array([operation.encode()], dtype=np.object_)
     inputs = [pb_utils.Tensor("op", op), *(pb_utils.Tensor(name, array) for name, array in arrays.items())]
-    request = pb_utils.InferenceRequest(
+    return pb_utils.InferenceRequest(
         model_name=model, requested_output_names=list(OUTPUTS[operation]), inputs=inputs
     )
-    response = await request.async_exec()
-    if response.has_error():
-        said = response.error().message()
-        kind = StageGone if any(words in said for words in _GONE) else Unavailable
-        raise kind(f"stage {model} failed to {operation}: {said}; retry in 5 s")
-    return {tensor.name(): tensor.as_numpy() for tensor in response.output_tensors()}

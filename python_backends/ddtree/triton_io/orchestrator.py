@@ -34,7 +34,7 @@ from ddtree.stages.bls import BlsStages
 from ddtree.stages.patience import PatienceLimits, PatientCall
 from ddtree.text import TextCodec
 from ddtree.thinking import ThinkingAdvice
-from ddtree.triton_io.bls_call import call_stage
+from ddtree.triton_io.bls_call import StageCalls
 from ddtree.triton_io.observability import Observability
 from ddtree.triton_io.requests import parse
 from ddtree.triton_io.responses import Answer, lists_outputs, stop_outputs, wants_trace
@@ -290,7 +290,8 @@ class TritonPythonModel:
             limits = PatienceLimits(
                 draft_s=config.draft_timeout_ms / 1e3, recovery_s=float(config.stage_recovery_s)
             )
-            return BlsStages(PatientCall(call_stage, limits), observe)
+            calls = StageCalls()
+            return BlsStages(PatientCall(calls, limits), observe, calls.end)
         # Only here: the models' modules have no business in a process that only calls stages.
         from ddtree.assembly import load_in_process
 

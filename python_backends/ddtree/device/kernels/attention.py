@@ -205,18 +205,10 @@ def tree_attention(
             parts.means, parts.sums, rows, None, join_warps_for(max(teams.many, teams.last), head_dim), output
         )
         return output
+    cut = tiling_for(shape, tiling)
     return _attend(
-        query,
-        tail_keys,
-        tail_values,
-        pool_keys,
-        pool_values,
-        rows,
-        sight,
-        scoring,
-        sinks,
-        tiling_for(shape, tiling),
-    )
+        query, tail_keys, tail_values, pool_keys, pool_values, rows, sight, scoring, sinks, cut
+    )  # fmt: skip
 
 
 def _attend(
