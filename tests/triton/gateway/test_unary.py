@@ -115,7 +115,8 @@ def test_requests_overlap(tiny_server: OracleServer) -> None:
         asked = {"text_input": texts(f"{number}"), "max_tokens": numbers(200), "tree_budget": numbers(4)}
         values = inputs(grpc.InferInput, **asked)
         with grpc.InferenceServerClient(tiny_server.triton.grpc_url) as client:
-            return bytes(client.infer(MODEL, values).as_numpy("text_output")[0, 0])
+            answer = client.infer(MODEL, values, client_timeout=120)
+            return bytes(answer.as_numpy("text_output")[0, 0])
 
     with ThreadPoolExecutor(9) as pool:
         waiting = [pool.submit(ask, number) for number in range(8)]
