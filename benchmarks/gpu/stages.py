@@ -108,7 +108,6 @@ def measure_way(
     way: Way, pair: RandomPair, place: Placement, rows: Rows, device: torch.device, seconds: float
 ) -> Facts:
     """Every row of one way at one place, about `seconds` each."""
-    free(device)  # what others dropped is no gain of this way
     before = _reserved(device)
     bench = way.open(pair, place)
     opened = _reserved(device)
