@@ -99,8 +99,7 @@ class DeviceRound:
         size = self._steps.size_for(self._place.batch, nodes)
         assert size is not None, "every size up to the place's is prepared"
         buffers = self._steps.buffers[size]
-        buffers.clear()
-        buffers.put(self._sessions, [ROOT] * len(self._sessions))
-        buffers.put_trees(made_up_trees(self._pair, self._place.batch, nodes))
+        trees = made_up_trees(self._pair, self._place.batch, nodes)
+        buffers.fill(self._sessions, [ROOT] * len(self._sessions), trees)
         buffers.box.send()
         return size

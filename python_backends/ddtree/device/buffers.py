@@ -109,6 +109,12 @@ class StepBuffers:
         for name in ("active", "has_drafter", "lengths", "budgets", "limits", "is_chain", "counts"):
             host[name][...] = 0
 
+    def fill(self, sessions: Sequence[Session], roots: Sequence[int], trees: TreeBatch) -> None:
+        """Be a step over trees that were built on the host, and of nobody else."""
+        self.clear()
+        self.put(sessions, roots)
+        self.put_trees(trees)
+
     def put(self, sessions: Sequence[Session], roots: Sequence[int]) -> None:
         """Give sequences of the target the first places, in this order."""
         # All places of a tensor at once: an assignment of one number costs what one of a row does.

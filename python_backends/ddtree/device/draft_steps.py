@@ -59,9 +59,9 @@ class DraftSteps:
             maker: captures on the drafter's device.
         """
         self.width = draft.width(width)
-        self._draft, self._block_size = draft, block_size
+        self._block_size = block_size
         largest_first = sorted(places, reverse=True)
-        self._steps = [self._capture(size, cache, maker) for size in largest_first][::-1]
+        self._steps = [self._capture(draft, size, cache, maker) for size in largest_first][::-1]
 
     def takes(self, sequences: int, width: int) -> bool:
         """Whether a pass does it: so many sequences, and candidates per position."""
@@ -79,9 +79,10 @@ class DraftSteps:
             roots: `[S]` root tokens, on the host.
             fresh: what comes behind what the sessions have, a block each at most.
         """
-        assert max(fresh.counts) <= self._block_size, "a pass takes a block of new context at most"
-        step = next(step for step in self._steps if step.places >= len(sessions))
-        host, count, counts = step.box.host, len(sessions), fresh.counts
+        count, counts = len(sessions), fresh.counts
+        assert max(counts) <= self._block_size, "a pass takes a block of new context at most"
+        step = next(step for step in self._steps if step.places >= count)
+        host = step.box.host
         host["counts"][...] = 0
         host["fresh"][...] = 0
         host["counts"][:count] = self._block_size
@@ -106,8 +107,8 @@ class DraftSteps:
         edges = torch.from_numpy(found["edges"][:count]) if "edges" in found else None
         return DeviceCandidates(ids, log_probs, edges)
 
-    def _capture(self, places: int, cache: CacheSize, maker: GraphMaker) -> _Step:
-        draft, size, width = self._draft, self._block_size, self.width
+    def _capture(self, draft: DeviceDraft, places: int, cache: CacheSize, maker: GraphMaker) -> _Step:
+        size, width = self._block_size, self.width
         box = Mailbox(
             {
                 "roots": Section((places,), torch.int64),

@@ -77,9 +77,7 @@ def check_rounds(
             path = result.accepted_tokens[0, : int(result.accepted_counts[0])]
             ids = torch.cat((ids, torch.tensor([root], dtype=torch.int32), path))
             root = int(result.bonus_tokens[0])
-        _open(verifier, _AT_ONCE, ids)
-        what = "the step after some rounds"
-        _compare(verifier, steps, TreeBatch.empty(1), root, what, reference=_AT_ONCE)
+        _compare_next(verifier, steps, ids, root, "the step after some rounds")
     finally:
         verifier.release([_SESSION, _AT_ONCE])
         drafter.release([_SESSION])
@@ -108,9 +106,7 @@ def check_calls(verifier: TargetVerifier, steps: TargetSteps, calls: VerifyCalls
             verifier.sessions.commit(session, told)
             ids = torch.cat((ids, torch.tensor(told, dtype=torch.int32)))
             root = int(paths.bonus_tokens[0])
-        _open(verifier, _AT_ONCE, ids)
-        what = "the step after some verify calls"
-        _compare(verifier, steps, TreeBatch.empty(1), root, what, reference=_AT_ONCE)
+        _compare_next(verifier, steps, ids, root, "the step after some verify calls")
     finally:
         verifier.release([_SESSION, _AT_ONCE])
 
@@ -161,6 +157,14 @@ def _compare(
     found = captured.step.logits[:rows].clone()
     packed = stage(verifier.target, verifier.pool, [sessions[reference]], trees, [root])
     _hold(found, packed.step.logits, f"logits of {what}")
+
+
+def _compare_next(
+    verifier: TargetVerifier, steps: TargetSteps, ids: torch.Tensor, root: int, what: str
+) -> None:
+    """Hold the session's next step to that of a session which reads all its ids at once."""
+    _open(verifier, _AT_ONCE, ids)
+    _compare(verifier, steps, TreeBatch.empty(1), root, what, reference=_AT_ONCE)
 
 
 def _hold(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:

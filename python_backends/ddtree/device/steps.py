@@ -121,9 +121,7 @@ class TargetSteps:
         if size is None:
             return None
         buffers = self.buffers[size]
-        buffers.clear()
-        buffers.put(sessions, roots)
-        buffers.put_trees(trees)
+        buffers.fill(sessions, roots, trees)
         buffers.box.send()
         output, count = self.run(size), len(sessions)
         starts = [place * (size.nodes + 1) for place in range(count)]

@@ -112,10 +112,7 @@ class VerifyCalls:
         if size is None or (trees.depths.numel() and int(trees.depths.max()) > self.depth):
             return None
         parts, count = self._parts[size], len(sessions)
-        buffers = parts.buffers
-        buffers.clear()
-        buffers.put(sessions, roots)
-        buffers.put_trees(trees)
+        parts.buffers.fill(sessions, roots, trees)
         features = parts.play(self._laps)
         paths = parts.paths
 

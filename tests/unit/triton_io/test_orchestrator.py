@@ -11,19 +11,7 @@ import numpy as np
 import pytest
 
 from ddtree.errors import Unavailable
-
-
-class Tensor:
-    """As Triton's."""
-
-    def __init__(self, name: str, array: np.ndarray[Any, Any]) -> None:
-        self._name, self._array = name, array
-
-    def name(self) -> str:
-        return self._name
-
-    def as_numpy(self) -> np.ndarray[Any, Any]:
-        return self._array
+from tests.fakes.triton_tensor import Tensor
 
 
 class TritonError(Exception):

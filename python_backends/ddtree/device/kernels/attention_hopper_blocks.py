@@ -53,16 +53,9 @@ def load(
         bring(keys_at, first, second, kv_head, keys.index(stage), keys_ready.index(stage), DIM, KEYS, CHUNK)
         mbarrier.wait(values_free.index(stage), phase ^ 1)
         bring(
-            values_at,
-            first,
-            second,
-            kv_head,
-            values.index(stage),
-            values_ready.index(stage),
-            DIM,
-            KEYS,
-            CHUNK,
-        )
+            values_at, first, second, kv_head, values.index(stage), values_ready.index(stage),
+            DIM, KEYS, CHUNK,
+        )  # fmt: skip
 
 
 @gluon.jit
