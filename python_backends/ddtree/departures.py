@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from functools import partial
 
 from ddtree import events
 from ddtree.errors import DDTreeError, ResourceExhausted, Unavailable
 from ddtree.live import Live
+from ddtree.meanwhile import Meanwhile
 from ddtree.scheduler import Scheduler
 from ddtree.sequence import Delta, Ending, SequenceState
 from ddtree.stages.base import Stages
@@ -23,10 +25,13 @@ _MOST_UNRELEASED = 4096  # ended sessions that stages are told of again; the tim
 class Departures:
     """Answers sequences and takes out of the scheduler those that end."""
 
-    def __init__(self, scheduler: Scheduler, stages: Stages, observe: events.Observe) -> None:
+    def __init__(
+        self, scheduler: Scheduler, stages: Stages, observe: events.Observe, meanwhile: Meanwhile
+    ) -> None:
         self._scheduler = scheduler
         self._stages = stages
         self._observe = observe
+        self._meanwhile = meanwhile
         self._to_release: list[int] = []
         self._unreleased: list[int] = []
 
@@ -36,15 +41,19 @@ class Departures:
         return bool(self._to_release)
 
     def emit(self, live: Live, delta: Delta) -> None:
-        """Give a sequence's caller what is new; with a finish reason it was the last."""
-        try:
-            live.sink.emit(delta, live.sequence.stats)
-        except Exception as error:  # noqa: BLE001 - one caller's broken channel must not touch the others
-            _LOG.exception("a sequence cannot be answered", extra=live.log_fields)
-            self.fail([live], Unavailable(f"the answer could not be sent: {error}"))
+        """Give a sequence's caller what is new; with a finish reason it was the last.
+
+        What a round adds in the middle goes out while a stage works. Nobody should wait for a first token or
+        the end of an answer, and a trace says when a round's tokens went out.
+        """
+        if live.sequence.stats.rounds and not delta.finish_reason and live.sink.trace is None:
+            self._meanwhile.put_off(partial(self._give, live, delta))
             return
-        self._observe(events.Emitted(live, delta))
-        if delta.finish_reason:
+        self._meanwhile.do()  # what came before
+        self._give(live, delta)
+        if live.failure:
+            self.fail([live], live.failure)
+        elif delta.finish_reason:
             self._remove(live)
             if not live.done.done():
                 live.done.set_result(None)
@@ -52,7 +61,9 @@ class Departures:
     def drop_ended(self) -> None:
         """End whoever is not waited for any more, is past its deadline, or waited too long for a place."""
         for live in list(self._scheduler):
-            if live.done.done() or live.sink.is_cancelled():
+            if live.failure:
+                self.fail([live], live.failure)
+            elif live.done.done() or live.sink.is_cancelled():
                 self._end(live, "cancelled")
         for live in self._scheduler.past_deadline():
             if live.sequence.state is SequenceState.WAITING and not live.sequence.output_ids:
@@ -63,7 +74,8 @@ class Departures:
             self.fail([live], ResourceExhausted(self._scheduler.why_waiting(live, "queue_timeout_ms passed")))
 
     def fail(self, lives: Iterable[Live], error: DDTreeError) -> None:
-        """End sequences with an error."""
+        """End sequences with an error, behind what they were given."""
+        self._meanwhile.do()
         for live in lives:
             self._remove(live)
             if not live.done.done():
@@ -95,6 +107,17 @@ class Departures:
             self.fail_one(live, error)
             return
         self.emit(live, delta)
+
+    def _give(self, live: Live, delta: Delta) -> None:
+        if live.failure:
+            return  # there would be a gap before it
+        try:
+            live.sink.emit(delta, live.sequence.stats)
+        except Exception as error:  # noqa: BLE001 - one caller's broken channel must not touch the others
+            _LOG.exception("a sequence cannot be answered", extra=live.log_fields)
+            live.failure = Unavailable(f"the answer could not be sent: {error}")
+            return
+        self._observe(events.Emitted(live, delta))
 
     def _remove(self, live: Live) -> None:
         self._scheduler.remove(live)

@@ -17,10 +17,11 @@ import torch
 from ddtree.draft_choice import DraftChoice
 from ddtree.events import FellBack, Observe, SessionLost, ignore
 from ddtree.live import Live
+from ddtree.meanwhile import Meanwhile
 from ddtree.planner import RoundPlanner, spread_trees
 from ddtree.promise import Promise
 from ddtree.stages.base import DRAFTER, Stages
-from ddtree.types import DraftRequest, DraftResult, Status, TreeBatch, VerifyResult
+from ddtree.types import DraftRequest, DraftResult, Status, TreeBatch, TreeRequest, VerifyResult
 
 _LOG = logging.getLogger(__name__)
 _MAX_DRAFT_LOSSES = 3
@@ -38,11 +39,18 @@ class DraftingLoop:
     """Everything between a batch of sequences and its draft trees."""
 
     def __init__(
-        self, stages: Stages, planner: RoundPlanner, *, feed_chunk: int, observe: Observe = ignore
+        self,
+        stages: Stages,
+        planner: RoundPlanner,
+        meanwhile: Meanwhile,
+        *,
+        feed_chunk: int,
+        observe: Observe = ignore,
     ) -> None:
         """Take the stages; `feed_chunk` is the most context tokens sent in one message when restoring."""
         self._stages = stages
         self._planner = planner
+        self._meanwhile = meanwhile
         self._feed_chunk = feed_chunk
         self._choice = DraftChoice(planner.cost)
         self._promised: _Promised | None = None  # of the round under way
@@ -78,18 +86,24 @@ class DraftingLoop:
         try:
             request = self._planner.trees(drafting, drafts, len(batch))
             trees = await self._stages.build_tree(request)
-            promise = Promise.of(trees, request)
         except Exception as error:  # noqa: BLE001 - whatever broke, a plain round gives the right answer
             _LOG.warning("a round without trees: %s", error)
             return TreeBatch.empty(len(batch))
+        places = {id(live): place for place, live in enumerate(batch)}
+        drafters = [places[id(live)] for live in drafting]
+        self._meanwhile.put_off(partial(self._note_promise, drafting, drafters, trees, request))
+        return spread_trees(trees, drafters, len(batch))
+
+    def _note_promise(
+        self, drafting: Sequence[Live], places: list[int], trees: TreeBatch, request: TreeRequest
+    ) -> None:
+        promise = Promise.of(trees, request)
+        self._promised = _Promised(drafting, places, promise)
         deepest = trees.depths.cpu().numpy().max(axis=1, initial=0).tolist()
         counts = trees.counts.tolist()
         for live, tokens, nodes, depth in zip(drafting, promise.tokens(), counts, deepest, strict=True):
             self._choice.learn(live.outlook, tokens, nodes)
             live.outlook.reached(depth)
-        places = {id(live): place for place, live in enumerate(batch)}
-        self._promised = _Promised(drafting, [places[id(live)] for live in drafting], promise)
-        return spread_trees(trees, self._promised.places, len(batch))
 
     @property
     def promise(self) -> Promise | None:
@@ -153,7 +167,7 @@ class DraftingLoop:
     ) -> DraftResult | None:
         """Call the drafter; when it fails it counts as having lost these sequences: none of them ends."""
         try:
-            return await self._stages.draft(plan(lives))
+            return await self._meanwhile.during(self._stages.draft(plan(lives)))
         except Exception as error:  # noqa: BLE001 - whatever broke, a plain round gives the right answer
             _LOG.warning("a round without drafts: %s", error)
             for live in lives:

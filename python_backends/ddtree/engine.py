@@ -12,6 +12,7 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable
 from collections.abc import Sequence as Batch
+from functools import partial
 
 import torch
 
@@ -23,6 +24,7 @@ from ddtree.drafting import DraftingLoop
 from ddtree.errors import Cancelled, DDTreeError
 from ddtree.limits import Limits
 from ddtree.live import DraftContext, Live, Sink
+from ddtree.meanwhile import Meanwhile
 from ddtree.params import GenerationParams
 from ddtree.planner import RoundPlanner
 from ddtree.resident import ResidentRounds
@@ -64,7 +66,8 @@ class Engine:
         self._resident: ResidentRounds | None = None
         self._work = asyncio.Event()
         self._loop_task: asyncio.Task[None] | None = None
-        self._departures = Departures(scheduler, stages, observe)
+        self._meanwhile = Meanwhile()
+        self._departures = Departures(scheduler, stages, observe, self._meanwhile)
         self._verdicts = Verdicts(scheduler, self._departures, observe)
         self._next_session = secrets.randbits(62)
 
@@ -78,9 +81,10 @@ class Engine:
         if info.verifier.fallback:
             _LOG.warning("no trees are verified, the engine decodes by itself: %s", info.verifier.fallback)
             self._observe(events.FellBack("native_chain"))
+        self._meanwhile.is_worthwhile = not info.verifier.takes_all_cores
         self._planner = RoundPlanner(info, self._max_step_nodes)
         self._drafting = DraftingLoop(
-            self._stages, self._planner, feed_chunk=self._feed_chunk, observe=self._observe
+            self._stages, self._planner, self._meanwhile, feed_chunk=self._feed_chunk, observe=self._observe
         )
         if info.rounds is not None:
             self._resident = ResidentRounds(
@@ -186,7 +190,7 @@ class Engine:
 
     async def _prefill(self, batch: Batch[tuple[Live, int]]) -> None:
         started_s = time.perf_counter()
-        result = await self._stages.prefill(self._plan.prefill(batch))
+        result = await self._meanwhile.during(self._stages.prefill(self._plan.prefill(batch)))
         reused = result.reused.tolist() or [0] * len(batch)
         # After what was cached, less may be left than was asked for.
         counts = [
@@ -224,7 +228,7 @@ class Engine:
         watch.lap("draft")
         trees = await self._drafts.build_trees(batch, drafting, drafts)
         watch.lap("build_tree")
-        verdict = await self._stages.verify(self._plan.verify(batch, trees))
+        verdict = await self._meanwhile.during(self._stages.verify(self._plan.verify(batch, trees)))
         watch.lap("verify")
         note_round(batch, Verified(drafting, self._drafts.promise, trees, verdict, watch.ms))
         self._drafts.learn(verdict)
@@ -246,11 +250,11 @@ class Engine:
         record = events.RoundRecord(
             len(batch), nodes, emitted, verdict.commit_ms, plain_ms, watch.ms, watch.started_s
         )
-        self._observe(events.RoundDone(batch, drafting, verdict.node_counts.tolist(), record))
+        self._tell(events.RoundDone(batch, drafting, verdict.node_counts.tolist(), record))
 
     async def _resident_round(self, resident: ResidentRounds, batch: Batch[Live]) -> None:
         watch = events.StopWatch(self._timer)
-        done = await resident.run(batch)
+        done = await self._meanwhile.during(resident.run(batch))
         watch.lap("verify")
         emitted = self._commit(batch, done.result)
         watch.lap("commit")
@@ -260,7 +264,12 @@ class Engine:
         record = events.RoundRecord(
             len(batch), sum(nodes), emitted, 0.0, plain_ms, stage_ms, watch.started_s, is_whole=True
         )
-        self._observe(events.RoundDone(batch, done.drafting, nodes, record))
+        self._tell(events.RoundDone(batch, done.drafting, nodes, record))
+
+    def _tell(self, event: events.RoundDone) -> None:
+        self._meanwhile.put_off(partial(self._observe, event))
+        if any(live.done.done() for live in event.batch):
+            self._meanwhile.do()  # whoever watches a request hears of its last round before its end
 
     def _commit(self, batch: Batch[Live], verdict: VerifyResult | RoundResult) -> int:
         """Append what was accepted to each sequence; gives how many tokens were emitted.

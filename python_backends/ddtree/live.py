@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 
 from ddtree.draft_choice import Outlook
+from ddtree.errors import DDTreeError
 from ddtree.events import RequestWatch
 from ddtree.round_trace import SequenceTrace
 from ddtree.sequence import Delta, Sequence, SequenceState, Stats
@@ -117,6 +118,7 @@ class Live:
     node_cap: int  # most draft nodes a round may stage for it
     settings: str = ""  # how its tokens are chosen, `SamplingSpec.to_json`; read where its session opens
     committed: int = 0  # committed length in the verifier
+    failure: DDTreeError | None = None  # why it cannot be answered any more; it ends with the next step
     recoveries: int = 0  # since the last round that it took part in
     deadline_ns: int | None = None  # of the scheduler's clock
     waiting_since_ns: int = 0

@@ -140,9 +140,10 @@ class RoundPlanner:
     def corrected(batch: Sequence[Live], drafts: DraftResult) -> DraftResult:
         """The candidates with the probabilities that each sequence's drafts have proved to have."""
         # Only where the number of nodes rests on it: a tree of a fixed size is the same for every trust.
-        trust = torch.tensor(
-            [live.outlook.trust if _tree_budget(live) == AUTO_BUDGET else 1.0 for live in batch]
-        )
+        trusts = [live.outlook.trust if _tree_budget(live) == AUTO_BUDGET else 1.0 for live in batch]
+        if all(trust == 1.0 for trust in trusts):
+            return drafts
+        trust = torch.tensor(trusts)
         return replace(
             drafts,
             top_log_probs=trusted(drafts.top_log_probs, trust),

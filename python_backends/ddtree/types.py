@@ -260,6 +260,7 @@ class VerifierInfo:
     # Why the engine decodes by itself instead of verifying trees, without a drafter. Empty: it does not.
     fallback: str = ""
     shares: str = ""  # the memory in which it lets others read context features; empty: in none
+    takes_all_cores: bool = False  # whether it computes on every core of the host
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from torch import nn
 from ddtree import staging, verify_batch
 from ddtree.accept import Acceptance, walk
 from ddtree.budget import CostCurve
+from ddtree.cores import takes_all_cores
 from ddtree.errors import InvalidArgument
 from ddtree.grammar import GrammarCompiler
 from ddtree.models.target import Target, TargetStep
@@ -127,6 +128,7 @@ class TargetVerifier:
             cost_rows=tuple(int(rows) for rows in self._cost.rows),
             cost_ms=tuple(float(ms) for ms in self._cost.ms),
             usage=self.usage(),
+            takes_all_cores=takes_all_cores(self._device),
         )
 
     def usage(self) -> Usage:
