@@ -21,6 +21,7 @@ _CHOICES = {
     "engine": ("torch", "trtllm", "trtllm_chain"),
     "dtype": ("auto", "bfloat16", "float16", "float32"),
     "features_by_reference": ("auto", "always", "never"),
+    "trees_built_by": ("tree_builder", "orchestrator"),
 }
 
 _BOOLS = {"true": True, "1": True, "false": False, "0": False}
@@ -73,6 +74,7 @@ class ServingConfig:
     prefix_cache: bool = True  # prompts that begin alike share pages
     cuda_graphs: bool = True  # on a GPU: kernels of our own, and steps that are captured at load
     features_by_reference: str = "auto"  # whether drafter and verifier share memory; auto: on a GPU
+    trees_built_by: str = "tree_builder"  # topology bls: that model, or the orchestrator itself, a hop less
 
     def __post_init__(self) -> None:
         for name, allowed in _CHOICES.items():

@@ -1,5 +1,6 @@
 """A DFlash 2 draft through the stage models of a real server: its scores given the parent cross two hops.
 
+Or one hop, where the orchestrator builds the trees itself.
 Its context features cross by reference: the drafter's process reads them in the verifier's memory.
 """
 
@@ -14,6 +15,7 @@ import pytest
 
 from ddtree_client import Client, Result
 from ddtree_local.server import LocalTriton
+from tests.deploy.prometheus.scraping import scrape
 from tests.fakes.pipeline import GreedyReference
 from tests.fakes.random_draft import write_dflash2
 from tests.fakes.target_families import LAYERS, make_family
@@ -29,8 +31,13 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_family(tmp_path_factory.mktemp("target"), "gemma3")
 
 
-@pytest.fixture(scope="module")
-def address(target: Path, tmp_path_factory: pytest.TempPathFactory, project_root: Path) -> Iterator[str]:
+@pytest.fixture(scope="module", params=["tree_builder", "orchestrator"])
+def address(
+    request: pytest.FixtureRequest,
+    target: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    project_root: Path,
+) -> Iterator[str]:
     taps = {"mask_token_id": MASK_ID, "target_layer_ids": [0, 1, 2]}
     draft = write_dflash2(
         tmp_path_factory.mktemp("draft"), vocab_size=VOCAB_SIZE, num_target_layers=LAYERS, dflash_config=taps
@@ -45,10 +52,13 @@ def address(target: Path, tmp_path_factory: pytest.TempPathFactory, project_root
         "DDTREE_KV_CACHE_MIB": "4",
         "DDTREE_PAGE_SIZE": "16",
         "DDTREE_FEATURES_BY_REFERENCE": "always",
+        "DDTREE_TREES_BUILT_BY": request.param,
     }
     with LocalTriton(project_root / "model_repository", env=env) as server:
         yield server.grpc_url
         assert "context features cross by reference (cpu)" in server.log_path.read_text(errors="replace")
+        calls = sum(scrape(server.metrics_url).values("nv_inference_count", model="tree_builder"))
+        assert bool(calls) is (request.param == "tree_builder")
         report = server.stop()
     assert (report.exit_code, report.forced, report.orphans_killed) == (0, False, 0)
 

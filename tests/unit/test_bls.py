@@ -15,7 +15,16 @@ import torch
 
 from ddtree.errors import Unavailable
 from ddtree.stages.bls import OUTPUTS, BlsStages
-from ddtree.types import DrafterInfo, FeatureRequest, FeatureResult, SessionBatch, Usage, VerifierInfo
+from ddtree.tree import build_trees
+from ddtree.types import (
+    DrafterInfo,
+    FeatureRequest,
+    FeatureResult,
+    SessionBatch,
+    TreeRequest,
+    Usage,
+    VerifierInfo,
+)
 from ddtree.wire import Arrays, encode, names
 
 MODELS = {
@@ -141,6 +150,26 @@ async def test_stages_whose_try_failed_are_tried_again_and_not_for_ever(
     never.read = ROWS
     await stages.describe()
     assert await never.takes_references(stages)
+
+
+async def test_trees_are_built_here_where_that_is_wanted() -> None:
+    """The same trees, and no call."""
+    request = TreeRequest(
+        top_ids=torch.tensor([[[5, 6], [7, 8]]], dtype=torch.int32),
+        top_log_probs=torch.tensor([[[-0.1, -2.5], [-0.2, -1.8]]]),
+        budgets=torch.tensor([3], dtype=torch.int32),
+        is_chain=torch.tensor([False]),
+        round_cost_ms=torch.zeros(0),
+    )
+
+    async def refuse(model: str, operation: str, _: Arrays) -> Arrays:
+        raise AssertionError(f"{model} was asked to {operation}")
+
+    trees = await BlsStages(refuse, builds_trees=True).build_tree(request)
+    wanted = build_trees(request)
+    assert trees.counts.tolist() == [3]
+    for field in ("tokens", "parents", "depths", "counts"):
+        assert torch.equal(getattr(trees, field), getattr(wanted, field))
 
 
 async def test_stages_are_tried_once_and_again_when_they_say_something_else() -> None:

@@ -20,6 +20,7 @@ import torch
 from ddtree.errors import Unavailable
 from ddtree.events import Observe, ignore, watch_call
 from ddtree.stages.base import DRAFTER, TARGET_VERIFIER, TREE_BUILDER, StageInfo
+from ddtree.tree import build_trees
 from ddtree.types import (
     DrafterInfo,
     DraftRequest,
@@ -65,10 +66,19 @@ class BlsStages:
     """Stages behind BLS; see `Stages`."""
 
     def __init__(
-        self, call: StageCall, observe: Observe = ignore, end: Callable[[], Awaitable[None]] | None = None
+        self,
+        call: StageCall,
+        observe: Observe = ignore,
+        end: Callable[[], Awaitable[None]] | None = None,
+        *,
+        builds_trees: bool = False,
     ) -> None:
-        """Take how stages are called, and how the calls under way are waited for at the end."""
+        """Take how stages are called, and how the calls under way are waited for at the end.
+
+        With `builds_trees` the model `tree_builder` is not called: trees are built here, a hop less.
+        """
         self._send = call
+        self._builds_trees = builds_trees
         self._end = end
         self._observe = observe
         self._feature_dtype: torch.dtype | None = None
@@ -100,6 +110,8 @@ class BlsStages:
 
     async def build_tree(self, request: TreeRequest) -> TreeBatch:
         """Make draft trees of candidates."""
+        if self._builds_trees:
+            return build_trees(request)
         return await self._exchange(TREE_BUILDER, "build_tree", request, TreeBatch)
 
     async def verify(self, request: VerifyRequest) -> VerifyResult:

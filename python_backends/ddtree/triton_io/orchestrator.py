@@ -291,7 +291,8 @@ class TritonPythonModel:
                 draft_s=config.draft_timeout_ms / 1e3, recovery_s=float(config.stage_recovery_s)
             )
             calls = StageCalls()
-            return BlsStages(PatientCall(calls, limits), observe, calls.end)
+            builds_trees = config.trees_built_by == "orchestrator"
+            return BlsStages(PatientCall(calls, limits), observe, calls.end, builds_trees=builds_trees)
         # Only here: the models' modules have no business in a process that only calls stages.
         from ddtree.assembly import load_in_process
 

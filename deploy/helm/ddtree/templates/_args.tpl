@@ -66,7 +66,8 @@
     "SESSION_TTL_S" ($e.sessionTtlSeconds | int64)
     "PREFIX_CACHE" $e.prefixCache
     "CUDA_GRAPHS" $e.cudaGraphs
-    "FEATURES_BY_REFERENCE" $e.featuresByReference }}
+    "FEATURES_BY_REFERENCE" $e.featuresByReference
+    "TREES_BUILT_BY" $e.treesBuiltBy }}
 - name: DDTREE_{{ $name }}
   value: {{ $value | toString | quote }}
 {{- end }}
