@@ -74,7 +74,7 @@ class ServingConfig:
     prefix_cache: bool = True  # prompts that begin alike share pages
     cuda_graphs: bool = True  # on a GPU: kernels of our own, and steps that are captured at load
     features_by_reference: str = "auto"  # whether drafter and verifier share memory; auto: on a GPU
-    trees_built_by: str = "tree_builder"  # topology bls: that model, or the orchestrator itself, a hop less
+    trees_built_by: str = "tree_builder"  # topology bls: that model, or the orchestrator itself
 
     def __post_init__(self) -> None:
         for name, allowed in _CHOICES.items():

@@ -11,9 +11,9 @@ from collections.abc import Iterable
 from functools import partial
 
 from ddtree import events
+from ddtree.deferred import DeferredWork
 from ddtree.errors import DDTreeError, ResourceExhausted, Unavailable
 from ddtree.live import Live
-from ddtree.meanwhile import Meanwhile
 from ddtree.scheduler import Scheduler
 from ddtree.sequence import Delta, Ending, SequenceState
 from ddtree.stages.base import Stages
@@ -26,12 +26,12 @@ class Departures:
     """Answers sequences and takes out of the scheduler those that end."""
 
     def __init__(
-        self, scheduler: Scheduler, stages: Stages, observe: events.Observe, meanwhile: Meanwhile
+        self, scheduler: Scheduler, stages: Stages, observe: events.Observe, deferred: DeferredWork
     ) -> None:
         self._scheduler = scheduler
         self._stages = stages
         self._observe = observe
-        self._meanwhile = meanwhile
+        self._deferred = deferred
         self._to_release: list[int] = []
         self._unreleased: list[int] = []
 
@@ -47,9 +47,9 @@ class Departures:
         the end of an answer, and a trace says when a round's tokens went out.
         """
         if live.sequence.stats.rounds and not delta.finish_reason and live.sink.trace is None:
-            self._meanwhile.put_off(partial(self._give, live, delta))
+            self._deferred.defer(partial(self._give, live, delta))
             return
-        self._meanwhile.do()  # what came before
+        self._deferred.run()  # what came before
         self._give(live, delta)
         if live.failure:
             self.fail([live], live.failure)
@@ -75,7 +75,7 @@ class Departures:
 
     def fail(self, lives: Iterable[Live], error: DDTreeError) -> None:
         """End sequences with an error, behind what they were given."""
-        self._meanwhile.do()
+        self._deferred.run()
         for live in lives:
             self._remove(live)
             if not live.done.done():

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from ddtree.budget import measure
+from ddtree.cores import takes_all_cores
 from ddtree.fresh_context import FreshContext
 from ddtree.kv_cache import CacheShape, KvPool
 from ddtree.models.dflash import DFlashDraft
@@ -149,7 +150,13 @@ class Drafter:
 
     def info(self) -> DrafterInfo:
         """What the orchestrator must know."""
-        return DrafterInfo(self._config.block_size, self._draft_hash, self._cost_ms, self.usage())
+        return DrafterInfo(
+            self._config.block_size,
+            self._draft_hash,
+            self._cost_ms,
+            self.usage(),
+            takes_all_cores=takes_all_cores(self._device),
+        )
 
     def usage(self) -> Usage:
         """Sessions and pages held now; sessions past their time are dropped first."""

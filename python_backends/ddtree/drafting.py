@@ -14,10 +14,10 @@ from functools import partial
 import numpy as np
 import torch
 
+from ddtree.deferred import DeferredWork
 from ddtree.draft_choice import DraftChoice
 from ddtree.events import FellBack, Observe, SessionLost, ignore
 from ddtree.live import Live
-from ddtree.meanwhile import Meanwhile
 from ddtree.planner import RoundPlanner, spread_trees
 from ddtree.promise import Promise
 from ddtree.stages.base import DRAFTER, Stages
@@ -42,7 +42,7 @@ class DraftingLoop:
         self,
         stages: Stages,
         planner: RoundPlanner,
-        meanwhile: Meanwhile,
+        deferred: DeferredWork,
         *,
         feed_chunk: int,
         observe: Observe = ignore,
@@ -50,7 +50,7 @@ class DraftingLoop:
         """Take the stages; `feed_chunk` is the most context tokens sent in one message when restoring."""
         self._stages = stages
         self._planner = planner
-        self._meanwhile = meanwhile
+        self._deferred = deferred
         self._feed_chunk = feed_chunk
         self._choice = DraftChoice(planner.cost)
         self._promised: _Promised | None = None  # of the round under way
@@ -85,13 +85,13 @@ class DraftingLoop:
             return TreeBatch.empty(len(batch))
         try:
             request = self._planner.trees(drafting, drafts, len(batch))
-            trees = await self._stages.build_tree(request)
+            trees = await self._deferred.during(self._stages.build_tree(request))
         except Exception as error:  # noqa: BLE001 - whatever broke, a plain round gives the right answer
             _LOG.warning("a round without trees: %s", error)
             return TreeBatch.empty(len(batch))
         places = {id(live): place for place, live in enumerate(batch)}
         drafters = [places[id(live)] for live in drafting]
-        self._meanwhile.put_off(partial(self._note_promise, drafting, drafters, trees, request))
+        self._deferred.defer(partial(self._note_promise, drafting, drafters, trees, request))
         return spread_trees(trees, drafters, len(batch))
 
     def _note_promise(
@@ -167,7 +167,7 @@ class DraftingLoop:
     ) -> DraftResult | None:
         """Call the drafter; when it fails it counts as having lost these sequences: none of them ends."""
         try:
-            return await self._meanwhile.during(self._stages.draft(plan(lives)))
+            return await self._deferred.during(self._stages.draft(plan(lives)))
         except Exception as error:  # noqa: BLE001 - whatever broke, a plain round gives the right answer
             _LOG.warning("a round without drafts: %s", error)
             for live in lives:
@@ -232,7 +232,8 @@ class DraftingLoop:
         for start in range(begun, stop, self._feed_chunk):
             count = min(self._feed_chunk, stop - start)
             try:
-                result = await self._stages.read_features(self._planner.features(live, start, count))
+                request = self._planner.features(live, start, count)
+                result = await self._deferred.during(self._stages.read_features(request))
             except Exception as error:  # noqa: BLE001 - whatever broke, a plain round gives the right answer
                 _LOG.warning("features cannot be read back: %s", error, extra=live.log_fields)
                 self._settle(live, Status.SESSION_LOST)

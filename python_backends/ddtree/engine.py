@@ -12,11 +12,11 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable
 from collections.abc import Sequence as Batch
-from functools import partial
 
 import torch
 
 from ddtree import events
+from ddtree.deferred import DeferredWork
 from ddtree.departures import Departures, as_ours
 from ddtree.detokenize import Decoder
 from ddtree.device.messages import RoundResult
@@ -24,7 +24,6 @@ from ddtree.drafting import DraftingLoop
 from ddtree.errors import Cancelled, DDTreeError
 from ddtree.limits import Limits
 from ddtree.live import DraftContext, Live, Sink
-from ddtree.meanwhile import Meanwhile
 from ddtree.params import GenerationParams
 from ddtree.planner import RoundPlanner
 from ddtree.resident import ResidentRounds
@@ -66,8 +65,8 @@ class Engine:
         self._resident: ResidentRounds | None = None
         self._work = asyncio.Event()
         self._loop_task: asyncio.Task[None] | None = None
-        self._meanwhile = Meanwhile()
-        self._departures = Departures(scheduler, stages, observe, self._meanwhile)
+        self._deferred = DeferredWork()
+        self._departures = Departures(scheduler, stages, observe, self._deferred)
         self._verdicts = Verdicts(scheduler, self._departures, observe)
         self._next_session = secrets.randbits(62)
 
@@ -81,10 +80,10 @@ class Engine:
         if info.verifier.fallback:
             _LOG.warning("no trees are verified, the engine decodes by itself: %s", info.verifier.fallback)
             self._observe(events.FellBack("native_chain"))
-        self._meanwhile.is_worthwhile = not info.verifier.takes_all_cores
+        self._deferred.is_on = not (info.verifier.takes_all_cores or info.drafter.takes_all_cores)
         self._planner = RoundPlanner(info, self._max_step_nodes)
         self._drafting = DraftingLoop(
-            self._stages, self._planner, self._meanwhile, feed_chunk=self._feed_chunk, observe=self._observe
+            self._stages, self._planner, self._deferred, feed_chunk=self._feed_chunk, observe=self._observe
         )
         if info.rounds is not None:
             self._resident = ResidentRounds(
@@ -190,7 +189,7 @@ class Engine:
 
     async def _prefill(self, batch: Batch[tuple[Live, int]]) -> None:
         started_s = time.perf_counter()
-        result = await self._meanwhile.during(self._stages.prefill(self._plan.prefill(batch)))
+        result = await self._deferred.during(self._stages.prefill(self._plan.prefill(batch)))
         reused = result.reused.tolist() or [0] * len(batch)
         # After what was cached, less may be left than was asked for.
         counts = [
@@ -228,8 +227,9 @@ class Engine:
         watch.lap("draft")
         trees = await self._drafts.build_trees(batch, drafting, drafts)
         watch.lap("build_tree")
-        verdict = await self._meanwhile.during(self._stages.verify(self._plan.verify(batch, trees)))
+        verdict = await self._deferred.during(self._stages.verify(self._plan.verify(batch, trees)))
         watch.lap("verify")
+        self._deferred.run()  # what is left of it; a round never waits for more than one other
         note_round(batch, Verified(drafting, self._drafts.promise, trees, verdict, watch.ms))
         self._drafts.learn(verdict)
         emitted = self._commit(batch, verdict)
@@ -250,12 +250,13 @@ class Engine:
         record = events.RoundRecord(
             len(batch), nodes, emitted, verdict.commit_ms, plain_ms, watch.ms, watch.started_s
         )
-        self._tell(events.RoundDone(batch, drafting, verdict.node_counts.tolist(), record))
+        self._observe(events.RoundDone(batch, drafting, verdict.node_counts.tolist(), record))
 
     async def _resident_round(self, resident: ResidentRounds, batch: Batch[Live]) -> None:
         watch = events.StopWatch(self._timer)
-        done = await self._meanwhile.during(resident.run(batch))
+        done = await self._deferred.during(resident.run(batch))
         watch.lap("verify")
+        self._deferred.run()
         emitted = self._commit(batch, done.result)
         watch.lap("commit")
         nodes = done.result.node_counts.tolist()
@@ -264,12 +265,7 @@ class Engine:
         record = events.RoundRecord(
             len(batch), sum(nodes), emitted, 0.0, plain_ms, stage_ms, watch.started_s, is_whole=True
         )
-        self._tell(events.RoundDone(batch, done.drafting, nodes, record))
-
-    def _tell(self, event: events.RoundDone) -> None:
-        self._meanwhile.put_off(partial(self._observe, event))
-        if any(live.done.done() for live in event.batch):
-            self._meanwhile.do()  # whoever watches a request hears of its last round before its end
+        self._observe(events.RoundDone(batch, done.drafting, nodes, record))
 
     def _commit(self, batch: Batch[Live], verdict: VerifyResult | RoundResult) -> int:
         """Append what was accepted to each sequence; gives how many tokens were emitted.

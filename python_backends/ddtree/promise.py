@@ -31,7 +31,7 @@ def trusted(
 
     It stays the best one and within [0, 1]; a candidate of -inf stays.
     """
-    if not log_probs.numel() or bool((trust == 1).all()):
+    if not log_probs.numel():
         return log_probs
     # Few and small arrays, of which numpy makes a fraction of torch's work.
     changed = log_probs.cpu().numpy().reshape(-1, log_probs.shape[-1]).copy()

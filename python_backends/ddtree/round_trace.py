@@ -31,7 +31,7 @@ class Verified:
     """One packed round as it stands after verify; nothing is copied out of it before somebody traces."""
 
     drafting: Sequence[Live]  # those of the batch that had candidates, a row of `promise` each
-    promise: Promise | None  # None: there are no trees
+    promise: Promise | None  # None: there are no trees, or none can be told of
     trees: TreeBatch
     verdict: VerifyResult
     stage_ms: Mapping[str, float]  # draft, build_tree, verify; of all sequences of the round together

@@ -272,3 +272,4 @@ class DrafterInfo:
     cost_ms: float  # one draft of one sequence, measured at load
     usage: Usage
     shares: str = ""  # the memory in which it can read context features of others; empty: in none
+    takes_all_cores: bool = False  # whether it computes on every core of the host

@@ -9,13 +9,14 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from ddtree_client import Client, Result
 from ddtree_local.server import LocalTriton
-from tests.deploy.prometheus.scraping import scrape
+from tests.deploy.prometheus.scraping import at_rest, scrape
 from tests.fakes.pipeline import GreedyReference
 from tests.fakes.random_draft import write_dflash2
 from tests.fakes.target_families import LAYERS, make_family
@@ -31,13 +32,22 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_family(tmp_path_factory.mktemp("target"), "gemma3")
 
 
+@dataclass(frozen=True)
+class Served:
+    """A server, and which process builds its trees."""
+
+    address: str
+    metrics: str
+    builder: str
+
+
 @pytest.fixture(scope="module", params=["tree_builder", "orchestrator"])
-def address(
+def served(
     request: pytest.FixtureRequest,
     target: Path,
     tmp_path_factory: pytest.TempPathFactory,
     project_root: Path,
-) -> Iterator[str]:
+) -> Iterator[Served]:
     taps = {"mask_token_id": MASK_ID, "target_layer_ids": [0, 1, 2]}
     draft = write_dflash2(
         tmp_path_factory.mktemp("draft"), vocab_size=VOCAB_SIZE, num_target_layers=LAYERS, dflash_config=taps
@@ -55,22 +65,20 @@ def address(
         "DDTREE_TREES_BUILT_BY": request.param,
     }
     with LocalTriton(project_root / "model_repository", env=env) as server:
-        yield server.grpc_url
+        yield Served(server.grpc_url, server.metrics_url, request.param)
         assert "context features cross by reference (cpu)" in server.log_path.read_text(errors="replace")
-        calls = sum(scrape(server.metrics_url).values("nv_inference_count", model="tree_builder"))
-        assert bool(calls) is (request.param == "tree_builder")
         report = server.stop()
     assert (report.exit_code, report.forced, report.orphans_killed) == (0, False, 0)
 
 
-def test_greedy_equals_generate(address: str, target: Path) -> None:
+def test_greedy_equals_generate(served: Served, target: Path) -> None:
     """Sliding layers, soft-capped logits and a selector's trees, four sequences at a time."""
     source = random.Random(8)
     prompts = [tuple(source.randrange(256) for _ in range(length)) for length in (1, 7, 20, 33)]
 
     def decode(index: int) -> Result:
         mode, budget = MODES[index]
-        with Client(address, timeout_s=120.0) as client:
+        with Client(served.address, timeout_s=120.0) as client:
             return client.generate(
                 input_ids=prompts[index], max_tokens=24, draft_mode=mode, tree_budget=budget
             )
@@ -84,11 +92,11 @@ def test_greedy_equals_generate(address: str, target: Path) -> None:
     assert results[1].stats.draft_tokens > 2 * results[1].stats.rounds, "chains were drafted"
 
 
-def test_a_prompt_that_both_stages_have_cached(address: str, target: Path) -> None:
+def test_a_prompt_that_both_stages_have_cached(served: Served, target: Path) -> None:
     """The drafter's pages too: the same trees are built and accepted as the first time."""
     source = random.Random(9)
     prompt = tuple(source.randrange(256) for _ in range(70))
-    with Client(address, timeout_s=120.0) as client:
+    with Client(served.address, timeout_s=120.0) as client:
         first, again, salted = (
             client.generate(input_ids=prompt, max_tokens=24, tree_budget=40, cache_salt=salt)
             for salt in (None, None, "other")
@@ -101,3 +109,21 @@ def test_a_prompt_that_both_stages_have_cached(address: str, target: Path) -> No
             first.stats.accepted_draft_tokens,
             first.stats.draft_tokens,
         )
+
+
+def test_who_builds_the_trees(served: Served) -> None:
+    """Triton's own count of calls says so, and the stage's time is told either way."""
+    before = scrape(served.metrics)
+    with Client(served.address, timeout_s=120.0) as client:
+        result = client.generate(input_ids=tuple(range(5, 25)), max_tokens=12, tree_budget=8)
+    assert result.stats.draft_tokens
+    after = at_rest(served.metrics, before, requests=1)
+    calls, timed = (
+        sum(after.values(name, **labels)) - sum(before.values(name, **labels))
+        for name, labels in (
+            ("nv_inference_count", {"model": "tree_builder"}),
+            ("ddtree_stage_seconds_count", {"stage": "build_tree"}),
+        )
+    )
+    assert 0 < timed <= result.stats.rounds  # the last round may have nothing to draft
+    assert calls == (timed if served.builder == "tree_builder" else 0)

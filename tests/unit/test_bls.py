@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from ddtree.errors import Unavailable
-from ddtree.stages.bls import OUTPUTS, BlsStages
+from ddtree.events import Event, StageCalled
+from ddtree.stages.bls import OUTPUTS, BlsStages, read_info
 from ddtree.tree import build_trees
 from ddtree.types import (
     DrafterInfo,
@@ -165,11 +166,26 @@ async def test_trees_are_built_here_where_that_is_wanted() -> None:
     async def refuse(model: str, operation: str, _: Arrays) -> Arrays:
         raise AssertionError(f"{model} was asked to {operation}")
 
-    trees = await BlsStages(refuse, builds_trees=True).build_tree(request)
+    heard: list[Event] = []
+    trees = await BlsStages(refuse, heard.append, builds_trees=True).build_tree(request)
     wanted = build_trees(request)
     assert trees.counts.tolist() == [3]
     for field in ("tokens", "parents", "depths", "counts"):
         assert torch.equal(getattr(trees, field), getattr(wanted, field))
+    (called,) = heard
+    assert isinstance(called, StageCalled)
+    assert (called.stage, called.operation) == ("tree_builder", "build_tree")
+    assert called.seconds == called.work_seconds > 0
+
+
+def test_what_an_older_stage_does_not_say_is_as_it_was() -> None:
+    values = asdict(replace(VERIFIER, takes_all_cores=True))
+    assert read_info(VerifierInfo, values).takes_all_cores
+    del values["takes_all_cores"]
+    assert read_info(VerifierInfo, values) == VERIFIER
+    del values["vocab_size"]
+    with pytest.raises(TypeError, match="vocab_size"):
+        read_info(VerifierInfo, values)
 
 
 async def test_stages_are_tried_once_and_again_when_they_say_something_else() -> None:

@@ -1,4 +1,4 @@
-"""How sequences leave when some of their answer is still put off: behind it, and never after a gap."""
+"""How sequences leave when some of their answer is still deferred: behind it, and never after a gap."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import cast
 import pytest
 
 from ddtree import events
+from ddtree.deferred import DeferredWork
 from ddtree.departures import Departures
 from ddtree.errors import Unavailable
 from ddtree.live import Live
-from ddtree.meanwhile import Meanwhile
 from ddtree.scheduler import Scheduler
 from ddtree.sequence import Delta, Stats
 from ddtree.stages.base import Stages
@@ -37,12 +37,12 @@ class World:
     """One running sequence."""
 
     def __init__(self, sink: CollectingSink | None = None) -> None:
-        self.meanwhile = Meanwhile()
+        self.deferred = DeferredWork()
         self.sink = sink or CollectingSink()
         self.heard: list[events.Event] = []
         self.scheduler = Scheduler(max_sequences=1, max_waiting=1, prefill_chunk=16)
         stages = cast("Stages", None)  # none is called
-        self.departures = Departures(self.scheduler, stages, self.heard.append, self.meanwhile)
+        self.departures = Departures(self.scheduler, stages, self.heard.append, self.deferred)
         self.live: Live = make_live(0)
         self.live.sink = self.sink
         self.scheduler.add(self.live)
@@ -64,7 +64,7 @@ def test_a_round_is_given_later_and_all_in_order() -> None:
     world.emit(2)
     world.emit(3)
     assert world.ids == [1]
-    world.meanwhile.do()
+    world.deferred.run()
     assert world.ids == [1, 2, 3]
     assert len(world.heard) == 3
 
@@ -88,7 +88,7 @@ def test_who_leaves_is_given_first_what_was_put_off(cause: str) -> None:
 def test_who_cannot_be_answered_ends_with_the_next_step_and_without_a_gap() -> None:
     world = World(OnceBroken(1))
     world.emit(2)
-    world.meanwhile.do()
+    world.deferred.run()
     assert world.scheduler  # a call may be under way with it
     world.emit(3)
     world.departures.drop_ended()

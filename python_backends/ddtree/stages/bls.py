@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, Final, TypeVar
@@ -18,7 +19,7 @@ import numpy as np
 import torch
 
 from ddtree.errors import Unavailable
-from ddtree.events import Observe, ignore, watch_call
+from ddtree.events import Observe, StageCalled, ignore, watch_call
 from ddtree.stages.base import DRAFTER, TARGET_VERIFIER, TREE_BUILDER, StageInfo
 from ddtree.tree import build_trees
 from ddtree.types import (
@@ -75,7 +76,7 @@ class BlsStages:
     ) -> None:
         """Take how stages are called, and how the calls under way are waited for at the end.
 
-        With `builds_trees` the model `tree_builder` is not called: trees are built here, a hop less.
+        With `builds_trees` the model `tree_builder` is not called: trees are built here, one hop fewer.
         """
         self._send = call
         self._builds_trees = builds_trees
@@ -111,7 +112,11 @@ class BlsStages:
     async def build_tree(self, request: TreeRequest) -> TreeBatch:
         """Make draft trees of candidates."""
         if self._builds_trees:
-            return build_trees(request)
+            started = time.perf_counter()
+            trees = build_trees(request)
+            seconds = time.perf_counter() - started
+            self._observe(StageCalled(TREE_BUILDER, "build_tree", seconds, seconds))
+            return trees
         return await self._exchange(TREE_BUILDER, "build_tree", request, TreeBatch)
 
     async def verify(self, request: VerifyRequest) -> VerifyResult:
@@ -184,7 +189,8 @@ def _work_seconds(outputs: Mapping[str, Any]) -> float:
 
 def read_info(info_type: type[_Message], values: Mapping[str, Any]) -> _Message:
     """Build stage information from its JSON form."""
-    arguments = {field.name: values[field.name] for field in fields(info_type)}  # type: ignore[arg-type]
+    names = [field.name for field in fields(info_type)]  # type: ignore[arg-type]
+    arguments = {name: values[name] for name in names if name in values}  # the others have defaults
     arguments["usage"] = Usage(**arguments["usage"])
     for name, value in arguments.items():
         if isinstance(value, list):
