@@ -22,6 +22,7 @@ from ddtree.errors import Unavailable
 from ddtree.events import Observe, StageCalled, ignore, watch_call
 from ddtree.stages.base import DRAFTER, TARGET_VERIFIER, TREE_BUILDER, StageInfo
 from ddtree.tree import build_trees
+from ddtree.tree_check import check_trees
 from ddtree.types import (
     DrafterInfo,
     DraftRequest,
@@ -117,7 +118,9 @@ class BlsStages:
             seconds = time.perf_counter() - started
             self._observe(StageCalled(TREE_BUILDER, "build_tree", seconds, seconds))
             return trees
-        return await self._exchange(TREE_BUILDER, "build_tree", request, TreeBatch)
+        trees = await self._exchange(TREE_BUILDER, "build_tree", request, TreeBatch)
+        check_trees(trees, *request.top_ids.shape[:2])
+        return trees
 
     async def verify(self, request: VerifyRequest) -> VerifyResult:
         """Check trees against the target; the accepted paths are committed in its cache."""
