@@ -5,10 +5,16 @@ The target would verify anything, at positions that are none, and emit what it n
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Final
+
 import numpy as np
+from numpy.typing import NDArray
 
 from ddtree.errors import Unavailable
 from ddtree.types import TreeBatch
+
+_MOST_SHOWN: Final = 4
 
 
 def check_trees(trees: TreeBatch, sequences: int, depth: int) -> None:
@@ -32,20 +38,21 @@ def check_trees(trees: TreeBatch, sequences: int, depth: int) -> None:
         if field.shape != shape:
             raise _broken(name, f"must have the shape {list(shape)}", list(field.shape))
     if not ((counts >= 0) & (counts <= shape[1])).all():
-        raise _broken("counts", f"must be between 0 and {shape[1]}", counts.tolist())
+        raise _broken("counts", f"must be between 0 and {shape[1]}", counts)
     node = np.arange(1, shape[1] + 1)
     is_node = node <= counts[:, None]
     is_placed = (parents >= 0) & (parents < node)
     if not (is_placed | ~is_node).all():
-        raise _broken("parents", "must stand before their children", parents[~is_placed & is_node].tolist())
+        raise _broken("parents", "must stand before their children", parents[~is_placed & is_node])
     above = np.pad(depths, ((0, 0), (1, 0)))
     is_right = (depths == np.take_along_axis(above, np.where(is_node, parents, 0), axis=1) + 1) & (
         depths <= depth
     )
     if not (is_right | ~is_node).all():
         rule = f"must be one more than the parent's and at most {depth}"
-        raise _broken("depths", rule, depths[~is_right & is_node].tolist())
+        raise _broken("depths", rule, depths[~is_right & is_node])
 
 
-def _broken(field: str, rule: str, value: object) -> Unavailable:
-    return Unavailable(f"model tree_builder answered no draft trees: {field} {rule}, got {value}; repair it")
+def _broken(field: str, rule: str, values: Sequence[int] | NDArray[np.int32]) -> Unavailable:
+    got = ", ".join(str(value) for value in values[:_MOST_SHOWN]) + ", …" * (len(values) > _MOST_SHOWN)
+    return Unavailable(f"model tree_builder answered no draft trees: {field} {rule}, got [{got}]; repair it")

@@ -58,6 +58,12 @@ def test_what_is_none_is_said(field: str, value: torch.Tensor, said: str) -> Non
         check_trees(replace(TREES, **{field: value}), 2, 2)
 
 
+def test_only_some_of_what_is_wrong_is_shown() -> None:
+    counts = torch.full((2000,), 9, dtype=torch.int32)
+    with pytest.raises(Unavailable, match=r"got \[9, 9, 9, 9, …\]; repair it"):
+        check_trees(replace(TreeBatch.empty(2000), counts=counts), 2000, 5)
+
+
 def test_none_is_deeper_than_was_asked() -> None:
     with pytest.raises(Unavailable, match="at most 1"):
         check_trees(TREES, 2, 1)
