@@ -22,8 +22,17 @@ def requests(max_tokens: int = 24) -> list[GenerationParams]:
 
 
 def workers_left() -> list[str]:
-    """Command lines of this process's worker processes."""
-    children = Path(f"/proc/{os.getpid()}/task").glob("*/children")
-    pids = [pid for path in children for pid in path.read_text().split()]
-    commands = [Path(f"/proc/{pid}/cmdline").read_bytes().decode() for pid in pids]
-    return [command for command in commands if "ddtree.parallel.worker" in command]
+    """Command lines of this process's worker processes.
+
+    By each process's parent: children are listed by thread, and one that ends meanwhile hands its own on.
+    """
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int((process / "stat").read_text().rpartition(")")[2].split()[1])
+            command = (process / "cmdline").read_bytes().decode()
+        except OSError:
+            continue  # it has ended
+        if parent == os.getpid() and "ddtree.parallel.worker" in command:
+            found.append(command)
+    return found
