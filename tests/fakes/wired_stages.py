@@ -8,23 +8,30 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from ddtree.engine import Engine
 from ddtree.feature_references import DrafterReferences, VerifierReferences
+from ddtree.scheduler import Scheduler
 from ddtree.shared_features import FeatureReader
 from ddtree.stages.base import DRAFTER, TARGET_VERIFIER, TREE_BUILDER
+from ddtree.stages.bls import BlsStages
 from ddtree.stages.operations import Operation, drafter_operations, exchange, verifier_operations
+from ddtree.text import TextCodec
 from ddtree.tree import build_trees
 from ddtree.types import DraftRequest, DraftResult, PrefillRequest, SessionBatch, Status, TreeRequest
 from ddtree.wire import Arrays
 from tests.fakes.oracle_drafter import OracleDrafter
-from tests.fakes.pipeline import CPU, make_verifier
+from tests.fakes.pipeline import CPU, idle, make_verifier
 from tests.fakes.tiny_models import BLOCK_SIZE
+
+CHUNK = 16  # tokens of a prompt that are read in a step
 
 
 class CheckingDrafter(OracleDrafter):
@@ -104,3 +111,24 @@ class WiredStages:
         if "features" in answer:
             self.widths[answer["features"].shape[1]] += len(answer["features"])
         return {name: np.array(array) for name, array in answer.items()}
+
+
+@asynccontextmanager
+async def engine_of(
+    folder: Path, wired: WiredStages, stages: BlsStages | None = None
+) -> AsyncIterator[Engine]:
+    """An engine over these stages; afterwards nothing wrong was drafted from, and the stages are empty."""
+    scheduler = Scheduler(max_sequences=32, max_waiting=64, prefill_chunk=CHUNK)
+    engine = Engine(
+        stages or BlsStages(wired), TextCodec.from_folder(folder), scheduler=scheduler, feed_chunk=8
+    )
+    await engine.start()
+    try:
+        yield engine
+        wired.before = lambda _: None
+        await idle(engine)
+        assert wired.drafter.wrong == []
+        wired.verifier.check_integrity()
+        assert wired.verifier.usage().pages_used == wired.drafter.usage().sessions == 0
+    finally:
+        await engine.stop()

@@ -2,48 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ddtree.engine import Engine
 from ddtree.errors import Unavailable
-from ddtree.scheduler import Scheduler
 from ddtree.shared_features import REFERENCE_BYTES
 from ddtree.stages.bls import BlsStages
-from ddtree.text import TextCodec
 from ddtree.wire import Arrays
-from tests.fakes.pipeline import GreedyReference, generate_all, idle
+from tests.fakes.pipeline import GreedyReference, generate_all
 from tests.fakes.tiny_models import HIDDEN
-from tests.fakes.wired_stages import WiredStages
+from tests.fakes.wired_stages import CHUNK, WiredStages, engine_of
 from tests.integration.stage_faults import LONG, SHORT, reference_of, request
 
 ROW_BYTES = HIDDEN * 4
-CHUNK = 16  # tokens of a prompt that are read in a step
-
-
-@asynccontextmanager
-async def engine_of(
-    folder: Path, wired: WiredStages, stages: BlsStages | None = None
-) -> AsyncIterator[Engine]:
-    """An engine over these stages; afterwards nothing wrong was drafted from, and the stages are empty."""
-    scheduler = Scheduler(max_sequences=32, max_waiting=64, prefill_chunk=CHUNK)
-    engine = Engine(
-        stages or BlsStages(wired), TextCodec.from_folder(folder), scheduler=scheduler, feed_chunk=8
-    )
-    await engine.start()
-    try:
-        yield engine
-        wired.before = lambda _: None
-        await idle(engine)
-        assert wired.drafter.wrong == []
-        wired.verifier.check_integrity()
-        assert wired.verifier.usage().pages_used == wired.drafter.usage().sessions == 0
-    finally:
-        await engine.stop()
 
 
 @pytest.mark.parametrize(("choice", "width"), [("always", REFERENCE_BYTES), ("auto", ROW_BYTES)])

@@ -10,13 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ddtree.engine import Engine
-from ddtree.scheduler import Scheduler
 from ddtree.stages.bls import BlsStages
-from ddtree.text import TextCodec
 from ddtree.wire import Arrays
-from tests.fakes.pipeline import GreedyReference, generate_all, idle
-from tests.fakes.wired_stages import WiredStages
+from tests.fakes.pipeline import GreedyReference, generate_all
+from tests.fakes.wired_stages import WiredStages, engine_of
 from tests.integration.stage_faults import LONG, SHORT, reference_of, request
 
 Spoil = Callable[[Arrays], Arrays]
@@ -55,10 +52,7 @@ async def test_what_is_no_tree_is_not_verified(
         answer = await wired(model, operation, arrays)
         return spoil(dict(answer)) if operation == "build_tree" else answer
 
-    scheduler = Scheduler(max_sequences=32, max_waiting=64, prefill_chunk=16)
-    engine = Engine(BlsStages(call), TextCodec.from_folder(tiny_target), scheduler=scheduler, feed_chunk=8)
-    await engine.start()
-    try:
+    async with engine_of(tiny_target, wired, BlsStages(call)) as engine:
         requests = [request(LONG, 12), request(SHORT, 12, budget=5)]
         with caplog.at_level(logging.WARNING):
             sinks = await generate_all(engine, requests)
@@ -67,7 +61,3 @@ async def test_what_is_no_tree_is_not_verified(
             assert sink.stats is not None
             assert sink.stats.draft_tokens == 0
         assert "a round without trees: UNAVAILABLE: model tree_builder answered no draft trees" in caplog.text
-        await idle(engine)
-        assert wired.verifier.usage().pages_used == 0
-    finally:
-        await engine.stop()

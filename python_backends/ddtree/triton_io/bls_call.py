@@ -1,4 +1,4 @@
-"""Calls a stage model through business logic scripting."""
+"""Calls stage models through business logic scripting, as patiently as the deployment's settings say."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from typing import Any, Final
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
+from ddtree.config import ServingConfig
 from ddtree.errors import Unavailable
-from ddtree.stages.bls import OUTPUTS
-from ddtree.stages.patience import StageGone
+from ddtree.events import Observe
+from ddtree.stages.bls import OUTPUTS, BlsStages
+from ddtree.stages.patience import PatienceLimits, PatientCall, StageGone
 from ddtree.wire import Arrays
 
 _LOG = logging.getLogger(__name__)
@@ -54,6 +56,14 @@ class StageCalls:
             _, late = await asyncio.wait(self._under_way, timeout=_END_S)
             if late:
                 _LOG.warning("%d calls of stages are not answered at the end", len(late))
+
+
+def reach_stages(config: ServingConfig, observe: Observe) -> BlsStages:
+    """The stages of topology `bls`; none is called yet."""
+    calls = StageCalls()
+    limits = PatienceLimits(draft_s=config.draft_timeout_ms / 1e3, recovery_s=float(config.stage_recovery_s))
+    builds_trees = config.trees_built_by == "orchestrator"
+    return BlsStages(PatientCall(calls, limits), observe, calls.end, builds_trees=builds_trees)
 
 
 def _request(model: str, operation: str, arrays: Arrays) -> Any:

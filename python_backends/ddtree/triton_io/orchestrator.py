@@ -30,11 +30,9 @@ from ddtree.params import GenerationParams, validate
 from ddtree.raw_request import RawRequest
 from ddtree.scheduler import Scheduler
 from ddtree.stages.base import OwnStages, Stages
-from ddtree.stages.bls import BlsStages
-from ddtree.stages.patience import PatienceLimits, PatientCall
 from ddtree.text import TextCodec
 from ddtree.thinking import ThinkingAdvice
-from ddtree.triton_io.bls_call import StageCalls
+from ddtree.triton_io.bls_call import reach_stages
 from ddtree.triton_io.observability import Observability
 from ddtree.triton_io.requests import parse
 from ddtree.triton_io.responses import Answer, lists_outputs, stop_outputs, wants_trace
@@ -287,12 +285,7 @@ class TritonPythonModel:
 
     def _load_stages(self, config: ServingConfig, observe: Observe) -> Stages:
         if config.topology == "bls":
-            limits = PatienceLimits(
-                draft_s=config.draft_timeout_ms / 1e3, recovery_s=float(config.stage_recovery_s)
-            )
-            calls = StageCalls()
-            builds_trees = config.trees_built_by == "orchestrator"
-            return BlsStages(PatientCall(calls, limits), observe, calls.end, builds_trees=builds_trees)
+            return reach_stages(config, observe)
         # Only here: the models' modules have no business in a process that only calls stages.
         from ddtree.assembly import load_in_process
 
