@@ -122,16 +122,29 @@ class Worker:
 class ServedModel:
     """A real Triton server with its own weights, asked over gRPC on loopback.
 
+    Args:
+        project: whose models are served.
+        pair: what they load.
+        threads: CPU threads of each process.
+        env: more variables for the server.
+
     Raises:
         LocalTritonError: the server does not start.
         DDTreeClientError: a request fails.
     """
 
-    def __init__(self, project: Project, pair: ServedPair, threads: int) -> None:
+    def __init__(
+        self, project: Project, pair: ServedPair, threads: int, env: Mapping[str, str] | None = None
+    ) -> None:
         self._server = LocalTriton(
             project.model_repository,
             load_models=pair.load_models,
-            env={**pair.environment, "DDTREE_THREADS": str(threads), "OMP_NUM_THREADS": str(threads)},
+            env={
+                **pair.environment,
+                "DDTREE_THREADS": str(threads),
+                "OMP_NUM_THREADS": str(threads),
+                **(env or {}),
+            },
             ready_timeout_s=_TIMEOUT_S,
         )
         self._server.start()

@@ -142,7 +142,9 @@ def measure_exact(setting: Setting) -> Facts:
         }
         with _playing(setting, target, draft, torch.float32) as player:
             facts |= _compare(player, _Reference(target, setting.device), jobs, amount, setting.note)
+            setting.keep(facts)
             facts |= _part("float32", lambda: acceptance.write(player))
+            setting.keep(facts)
 
         def in_half() -> Facts:
             with _playing(setting, target, draft, torch.bfloat16) as player:

@@ -90,9 +90,9 @@ def qwen3_8b() -> PairShape:
     return _qwen3("Qwen3-8B shape", sizes, layers=36, draft_layers=5, taps=_QWEN3_TAPS)
 
 
-def tiny_qwen3() -> PairShape:
-    """The same kind of pair, small enough for a test on a CPU."""
-    sizes = _sizes(hidden=64, inner=96, heads=4, kv_heads=2, head_dim=16, vocab=512)
+def tiny_qwen3(vocab: int = 512) -> PairShape:
+    """The same kind of pair, small enough for a test on a CPU; `vocab` ids, as many as its tokenizer has."""
+    sizes = _sizes(hidden=64, inner=96, heads=4, kv_heads=2, head_dim=16, vocab=vocab)
     return _qwen3("tiny Qwen3 shape", sizes, layers=3, draft_layers=2, taps=(0, 1))
 
 

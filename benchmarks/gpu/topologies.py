@@ -1,4 +1,4 @@
-"""What the hops of the `bls` topology cost: its round minus that of `in_process`, both through real Triton.
+"""What the hops of the `bls` topology cost: its round minus that of `in_process`, all through real Triton.
 
 Served is a pair of Qwen3-8B's widths with few layers: what crosses a hop is the same, and it loads in
 seconds. Needs the server's wheel, numpy 1.26 and the packages of this project in the interpreter that runs
@@ -13,18 +13,29 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
+from typing import TYPE_CHECKING, Final
 
-from benchmarks.contenders import PlayerName
 from benchmarks.gpu.checkpoints import SavedPair, save_pair
 from benchmarks.gpu.demo import demo_folders
 from benchmarks.gpu.setting import Facts, Setting, Skipped, free, one_line
 from benchmarks.gpu.shapes import thin_qwen3_8b, tiny_qwen3
-from benchmarks.measurement import Answer, Job, Setup
+from benchmarks.measurement import Answer, Job
+
+if TYPE_CHECKING:
+    from ddtree_local.serving import Topology
 
 _LAYERS = 6
+_DEMO_TOKENS = 49_152  # ids of the demo's tokenizer, which is served with
 _NEEDED = ("pytriton", "tritonclient", "grpc", "ddtree_client", "ddtree_local")
 _NODES = 64
-_PROMPT_TOKENS, _REPEATS = 256, 5
+_PROMPT_TOKENS, _REPEATS = 256, 9
+_OWN_TREES: Final = {"DDTREE_TREES_BUILT_BY": "orchestrator"}
+# What is served: a name for the result, its topology, and variables beside it.
+_SERVERS: Final[Mapping[str, tuple[Topology, Mapping[str, str]]]] = {
+    "bls": ("bls", {}),
+    "bls_own_trees": ("bls", _OWN_TREES),
+    "in_process": ("in_process", {}),
+}
 
 
 def measure_topologies(setting: Setting) -> Facts:
@@ -39,7 +50,7 @@ def measure_topologies(setting: Setting) -> Facts:
     if missing:
         raise Skipped(f"needs {', '.join(missing)} in this interpreter; see requirements/")
     tokenizer, _ = demo_folders(setting)
-    shape = tiny_qwen3() if setting.is_tiny else thin_qwen3_8b(_LAYERS)
+    shape = tiny_qwen3(_DEMO_TOKENS) if setting.is_tiny else thin_qwen3_8b(_LAYERS)
     setting.note(f"topologies: writing {shape.name}")
     with tempfile.TemporaryDirectory() as folder:
         saved = save_pair(
@@ -54,10 +65,11 @@ def measure_topologies(setting: Setting) -> Facts:
 
 def _compare(setting: Setting, saved: SavedPair) -> Facts:
     # Only here: the client and the launcher come with the server.
-    from benchmarks.players import Player, start_player
+    from benchmarks.players import Player, ServedModel
     from ddtree_local.project import find_project
+    from ddtree_local.serving import ServedPair
 
-    setup = Setup(str(saved.target), str(saved.draft), str(setting.dtype).removeprefix("torch."), threads=2)
+    project = find_project(Path(__file__).parent)
     job = Job(
         input_ids=tuple(at % 200 + 2 for at in range(16 if setting.is_tiny else _PROMPT_TOKENS)),
         stop_ids=(),
@@ -65,26 +77,36 @@ def _compare(setting: Setting, saved: SavedPair) -> Facts:
         draft_mode="tree",
         tree_budget=_NODES,
     )
-    names: Mapping[str, PlayerName] = {"bls": "grpc", "in_process": "grpc-in-process"}
-    facts: Facts = {}
+    answers: dict[str, list[Answer]] = {name: [] for name in _SERVERS}
     with ExitStack() as stack:
         players: dict[str, Player] = {}
-        for topology, name in names.items():  # one after another: each measures its costs at load
-            setting.note(f"topologies: loading {topology}")
-            players[topology] = start_player(name, setup, find_project(Path(__file__).parent))
-            stack.callback(players[topology].close)
-        answers: dict[str, list[Answer]] = {topology: [] for topology in names}
+        for name, (topology, variables) in _SERVERS.items():  # in turn: each measures its costs at load
+            setting.note(f"topologies: loading {name}")
+            pair = ServedPair(
+                saved.target,
+                saved.draft,
+                topology=topology,
+                dtype=str(setting.dtype).removeprefix("torch."),
+                prefix_cache=False,
+            )
+            players[name] = ServedModel(project, pair, threads=2, env=variables)
+            stack.callback(players[name].close)
         for repeat in range(_REPEATS + 1):
             setting.note(f"topologies: repeat {repeat}")
-            for topology, player in players.items():
+            for name, player in players.items():
                 answer = player.decode(job)
                 if repeat:  # the first is a warm-up
-                    answers[topology].append(answer)
-    for topology, given in answers.items():
-        facts[topology] = {
-            "round_ms": median(answer.round_ms or 0.0 for answer in given),
-            "rounds": median(answer.rounds for answer in given),
-            "nodes": median(answer.nodes or 0.0 for answer in given),
-        }
-    facts["bls_minus_in_process_ms"] = facts["bls"]["round_ms"] - facts["in_process"]["round_ms"]
+                    answers[name].append(answer)
+    facts: Facts = {name: _rounds(given) for name, given in answers.items()}
+    for name in (name for name in _SERVERS if name != "in_process"):
+        beyond = facts[name]["round_ms"] - facts["in_process"]["round_ms"]
+        facts[f"{name}_minus_in_process_ms"] = beyond
     return facts
+
+
+def _rounds(given: list[Answer]) -> Facts:
+    return {
+        "round_ms": median(answer.round_ms or 0.0 for answer in given),
+        "rounds": median(answer.rounds for answer in given),
+        "nodes": median(answer.nodes or 0.0 for answer in given),
+    }
