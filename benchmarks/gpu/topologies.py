@@ -34,6 +34,7 @@ _OWN_TREES: Final = {"DDTREE_TREES_BUILT_BY": "orchestrator"}
 _SERVERS: Final[Mapping[str, tuple[Topology, Mapping[str, str]]]] = {
     "bls": ("bls", {}),
     "bls_own_trees": ("bls", _OWN_TREES),
+    "bls_through_triton": ("bls", {"DDTREE_STAGE_CALLS": "bls"}),
     "in_process": ("in_process", {}),
 }
 

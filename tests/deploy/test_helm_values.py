@@ -146,7 +146,7 @@ def test_the_engines_settings_are_the_librarys() -> None:
                         ("queueTimeoutMs", "queue_timeout_ms"), ("maxNodes", "max_nodes"),
                         ("maxStepNodes", "max_step_nodes"), ("sessionTtlSeconds", "session_ttl_s"),
                         ("prefixCache", "prefix_cache"), ("featuresByReference", "features_by_reference"),
-                        ("treesBuiltBy", "trees_built_by"),
+                        ("treesBuiltBy", "trees_built_by"), ("stageCalls", "stage_calls"),
                         ("threads", "threads"), ("topology", "topology"), ("dtype", "dtype")):  # fmt: skip
         assert values[value] == known[name], name
 
@@ -154,7 +154,7 @@ def test_the_engines_settings_are_the_librarys() -> None:
 def test_the_engines_choices_are_the_librarys() -> None:
     engine = json.loads((CHART / "values.schema.json").read_text())["properties"]["engine"]["properties"]
     choices = {"topology": "topology", "dtype": "dtype", "featuresByReference": "features_by_reference",
-               "treesBuiltBy": "trees_built_by"}  # fmt: skip
+               "treesBuiltBy": "trees_built_by", "stageCalls": "stage_calls"}  # fmt: skip
     for value, name in choices.items():
         for choice in engine[value]["enum"]:
             ServingConfig.from_parameters({"target": "t", "draft": "d", name: choice}, {})

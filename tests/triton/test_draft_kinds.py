@@ -16,6 +16,7 @@ import pytest
 
 from ddtree_client import Client, Result
 from ddtree_local.server import LocalTriton
+from ddtree_local.serving import STAGES
 from tests.deploy.prometheus.scraping import at_rest, scrape
 from tests.fakes.pipeline import GreedyReference
 from tests.fakes.random_draft import write_dflash2
@@ -39,15 +40,21 @@ class Served:
     address: str
     metrics: str
     builder: str
+    calls: str
 
 
-@pytest.fixture(scope="module", params=["tree_builder", "orchestrator"])
+@pytest.fixture(
+    scope="module",
+    params=[("tree_builder", "direct"), ("tree_builder", "bls"), ("orchestrator", "direct")],
+    ids="-".join,
+)
 def served(
     request: pytest.FixtureRequest,
     target: Path,
     tmp_path_factory: pytest.TempPathFactory,
     project_root: Path,
 ) -> Iterator[Served]:
+    builder, calls = request.param
     taps = {"mask_token_id": MASK_ID, "target_layer_ids": [0, 1, 2]}
     draft = write_dflash2(
         tmp_path_factory.mktemp("draft"), vocab_size=VOCAB_SIZE, num_target_layers=LAYERS, dflash_config=taps
@@ -62,11 +69,16 @@ def served(
         "DDTREE_KV_CACHE_MIB": "4",
         "DDTREE_PAGE_SIZE": "16",
         "DDTREE_FEATURES_BY_REFERENCE": "always",
-        "DDTREE_TREES_BUILT_BY": request.param,
+        "DDTREE_TREES_BUILT_BY": builder,
+        "DDTREE_STAGE_CALLS": calls,
     }
     with LocalTriton(project_root / "model_repository", env=env) as server:
-        yield Served(server.grpc_url, server.metrics_url, request.param)
-        assert "context features cross by reference (cpu)" in server.log_path.read_text(errors="replace")
+        yield Served(server.grpc_url, server.metrics_url, builder, calls)
+        log = server.log_path.read_text(errors="replace")
+        assert "context features cross by reference (cpu)" in log
+        directly = {stage for stage in STAGES if f"stage {stage} is called directly" in log}
+        called = set(STAGES) - ({"tree_builder"} if builder == "orchestrator" else set())
+        assert directly == (called if calls == "direct" else set())
         report = server.stop()
     assert (report.exit_code, report.forced, report.orphans_killed) == (0, False, 0)
 
@@ -112,7 +124,7 @@ def test_a_prompt_that_both_stages_have_cached(served: Served, target: Path) -> 
 
 
 def test_who_builds_the_trees(served: Served) -> None:
-    """Triton's own count of calls says so, and the stage's time is told either way."""
+    """Triton's own count of calls says so where it carries them, and the stage's time is told either way."""
     before = scrape(served.metrics)
     with Client(served.address, timeout_s=120.0) as client:
         result = client.generate(input_ids=tuple(range(5, 25)), max_tokens=12, tree_budget=8)
@@ -126,4 +138,4 @@ def test_who_builds_the_trees(served: Served) -> None:
         )
     )
     assert 0 < timed <= result.stats.rounds  # the last round may have nothing to draft
-    assert calls == (timed if served.builder == "tree_builder" else 0)
+    assert calls == (timed if (served.builder, served.calls) == ("tree_builder", "bls") else 0)

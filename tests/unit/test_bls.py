@@ -47,7 +47,17 @@ def declared(project_root: Path, model: str) -> tuple[set[str], set[str]]:
 
 
 def test_every_operation_is_asked() -> None:
-    assert set(OUTPUTS) == {"describe", "release", "probe", *(operation for _, operation in ASKED)}
+    told = {"channel", "describe", "release", "probe"}
+    assert set(OUTPUTS) == told | {operation for _, operation in ASKED}
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_every_stage_can_tell_its_channel(model: str, project_root: Path) -> None:
+    inputs, outputs = declared(project_root, model)
+    assert "op" in inputs
+    assert set(OUTPUTS["channel"]) <= outputs
+    parameters = (project_root / "model_repository" / model / "config.pbtxt").read_text()
+    assert '"stage_calls"' in parameters
 
 
 @pytest.mark.parametrize(("model", "operation"), ASKED)

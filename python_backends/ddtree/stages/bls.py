@@ -57,6 +57,7 @@ _ANSWERS: Final[Mapping[str, type]] = {
 }
 # By operation, what to ask a stage for: Triton sends only outputs that were named.
 OUTPUTS: Final[Mapping[str, tuple[str, ...]]] = {
+    "channel": ("info", "stage_ms"),
     "describe": ("info", "stage_ms"),
     "release": ("status", "stage_ms"),
     "probe": (*names(FeatureProbe), "stage_ms"),
@@ -184,6 +185,11 @@ class BlsStages:
         outputs = await self._call(model, "describe", {})
         info: dict[str, Any] = json.loads(bytes(outputs["info"][0]))
         return info
+
+
+def call_failed(model: str, operation: str, said: str, kind: type[Unavailable] = Unavailable) -> Unavailable:
+    """The error of a call that a stage answered with one."""
+    return kind(f"stage {model} failed to {operation}: {said}; retry in 5 s")
 
 
 def _work_seconds(outputs: Mapping[str, Any]) -> float:

@@ -8,6 +8,8 @@ model, and not how a call arrives.
 from __future__ import annotations
 
 import json
+import logging
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -15,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from ddtree.errors import DDTreeError
 from ddtree.types import (
     DraftRequest,
     DraftResult,
@@ -28,7 +31,37 @@ from ddtree.wire import Arrays, decode, encode
 if TYPE_CHECKING:
     from ddtree.feature_references import DrafterReferences, VerifierReferences
 
+_LOG = logging.getLogger(__name__)
+
 Operation = Callable[[Mapping[str, Any]], Arrays]
+
+
+class CallFailed(Exception):
+    """What the caller of a stage is told instead of an answer."""
+
+
+def perform(operations: Mapping[str, Operation], name: str, arrays: Arrays) -> Arrays:
+    """Run one operation; beside its outputs stands what it took.
+
+    Raises:
+        CallFailed: whatever went wrong; the stage outlives it.
+    """
+    try:
+        started = time.perf_counter()
+        with torch.inference_mode():
+            outputs = operations[name](arrays)
+        # What is left of the caller's round trip is the hop.
+        outputs["stage_ms"] = np.array([(time.perf_counter() - started) * 1e3], dtype=np.float32)
+    except DDTreeError as error:
+        raise CallFailed(str(error)) from error
+    except KeyError as error:
+        known = ", ".join(sorted(operations))
+        message = f"INVALID_ARGUMENT: no operation or input {error}; operations are {known}"
+        raise CallFailed(message) from error
+    except Exception as error:
+        _LOG.exception("a call failed: %s", error, extra={"operation": name})
+        raise CallFailed(f"INTERNAL: {error}") from error
+    return outputs
 
 
 def exchange(
@@ -51,12 +84,12 @@ def exchange(
 
 def describe(info: Callable[[], Any], shares: str = "") -> Operation:
     """Tell what a stage is, and the memory it shares."""
+    return lambda _: told({**asdict(info()), "shares": shares})
 
-    def operation(_: Mapping[str, Any]) -> Arrays:
-        told = {**asdict(info()), "shares": shares}
-        return {"info": np.array([json.dumps(told).encode()], dtype=np.object_)}
 
-    return operation
+def told(values: Mapping[str, Any]) -> Arrays:
+    """An answer of values, as JSON."""
+    return {"info": np.array([json.dumps(values).encode()], dtype=np.object_)}
 
 
 def release(stage: Any) -> Operation:

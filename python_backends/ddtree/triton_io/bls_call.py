@@ -1,4 +1,4 @@
-"""Calls stage models through business logic scripting, as patiently as the deployment's settings say."""
+"""Calls stage models through business logic scripting or directly, as the deployment's settings say."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ import triton_python_backend_utils as pb_utils
 from ddtree.config import ServingConfig
 from ddtree.errors import Unavailable
 from ddtree.events import Observe
-from ddtree.stages.bls import OUTPUTS, BlsStages
+from ddtree.stages.bls import OUTPUTS, BlsStages, StageCall, call_failed
+from ddtree.stages.direct import DirectCalls
 from ddtree.stages.patience import PatienceLimits, PatientCall, StageGone
 from ddtree.wire import Arrays
 
@@ -43,7 +44,7 @@ class StageCalls:
         if response.has_error():
             said = response.error().message()
             kind = StageGone if any(words in said for words in _GONE) else Unavailable
-            raise kind(f"stage {model} failed to {operation}: {said}; retry in 5 s")
+            raise call_failed(model, operation, said, kind)
         return {tensor.name(): tensor.as_numpy() for tensor in response.output_tensors()}
 
     async def end(self) -> None:
@@ -60,10 +61,17 @@ class StageCalls:
 
 def reach_stages(config: ServingConfig, observe: Observe) -> BlsStages:
     """The stages of topology `bls`; none is called yet."""
-    calls = StageCalls()
+    through_triton = StageCalls()
+    direct = DirectCalls(through_triton)
+
+    async def end() -> None:
+        direct.close()
+        await through_triton.end()
+
+    calls: StageCall = direct if config.stage_calls == "direct" else through_triton
     limits = PatienceLimits(draft_s=config.draft_timeout_ms / 1e3, recovery_s=float(config.stage_recovery_s))
     builds_trees = config.trees_built_by == "orchestrator"
-    return BlsStages(PatientCall(calls, limits), observe, calls.end, builds_trees=builds_trees)
+    return BlsStages(PatientCall(calls, limits), observe, end, builds_trees=builds_trees)
 
 
 def _request(model: str, operation: str, arrays: Arrays) -> Any:

@@ -8,61 +8,82 @@ from __future__ import annotations
 
 import json
 import logging
-import time
+import os
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 import triton_python_backend_utils as pb_utils
 
 from ddtree import logs
-from ddtree.config import ServingConfig
-from ddtree.errors import DDTreeError
-from ddtree.stages.operations import Operation, drafter_operations, exchange, verifier_operations
+from ddtree.config import ServingConfig, expand
+from ddtree.stages.operations import (
+    CallFailed,
+    Operation,
+    drafter_operations,
+    exchange,
+    perform,
+    verifier_operations,
+)
+from ddtree.stages.server import StageServer
 from ddtree.tree import build_trees
 from ddtree.types import TreeRequest
+from ddtree.wire import Arrays
 
 _LOG = logging.getLogger(__name__)
+_Call = Callable[[str, Arrays], Arrays]
 
 
 class _StageModel(ABC):
-    """What the three stages share: reading a call, running its operation, answering it."""
+    """What the three stages share: reading a call, having its operation run, answering it."""
 
     def initialize(self, args: Mapping[str, str]) -> None:
         """Load the stage; an error here stops the server with its message."""
         logs.configure(args["model_name"])
-        self._operations = self._load(json.loads(args["model_config"]))
+        config = json.loads(args["model_config"])
+        load = partial(self._load, config)
+        self._server: StageServer | None = None
+        if _offers_channel(config):
+            self._server = StageServer(args["model_name"], load)
+            self._call: _Call = self._server.call
+        else:
+            self._call = partial(perform, load())
 
     def execute(self, requests: list[Any]) -> list[Any]:
         """Answer each call."""
         return [self._answer(request) for request in requests]
+
+    def finalize(self) -> None:
+        """Take no more direct calls."""
+        if self._server is not None:
+            self._server.close()
 
     @abstractmethod
     def _load(self, model_config: Mapping[str, Any]) -> dict[str, Operation]:
         """Load the stage and give its operations by name."""
 
     def _answer(self, request: Any) -> Any:
-        name = ""
         try:
             arrays = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
-            name = bytes(arrays.pop("op")[0]).decode()
-            started = time.perf_counter()
-            with torch.inference_mode():
-                outputs = self._operations[name](arrays)
-            # What is left of the caller's round trip is the hop.
-            outputs["stage_ms"] = np.array([(time.perf_counter() - started) * 1e3], dtype=np.float32)
+            outputs = self._call(bytes(arrays.pop("op")[0]).decode(), arrays)
             return pb_utils.InferenceResponse([pb_utils.Tensor(key, array) for key, array in outputs.items()])
-        except DDTreeError as error:
+        except CallFailed as error:
             return pb_utils.InferenceResponse(error=pb_utils.TritonError(str(error)))
-        except KeyError as error:
-            known = ", ".join(sorted(self._operations))
-            message = f"INVALID_ARGUMENT: no operation or input {error}; operations are {known}"
-            return pb_utils.InferenceResponse(error=pb_utils.TritonError(message))
         except Exception as error:  # noqa: BLE001 - the stage outlives a call that failed
-            _LOG.exception("a call failed: %s", error, extra={"operation": name})
+            _LOG.exception("a call failed: %s", error)
             return pb_utils.InferenceResponse(error=pb_utils.TritonError(f"INTERNAL: {error}"))
+
+
+def _offers_channel(model_config: Mapping[str, Any]) -> bool:
+    """Whether a stage can be called directly; of an engine nobody knows which threads it may load in."""
+    parameters = model_config.get("parameters", {})
+    calls, engine = (
+        expand(parameters.get(name, {}).get("string_value", ""), os.environ).strip()
+        for name in ("stage_calls", "engine")
+    )
+    return calls != "bls" and engine in ("", "torch")
 
 
 class TargetVerifierModel(_StageModel):

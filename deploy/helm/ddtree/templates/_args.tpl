@@ -67,7 +67,8 @@
     "PREFIX_CACHE" $e.prefixCache
     "CUDA_GRAPHS" $e.cudaGraphs
     "FEATURES_BY_REFERENCE" $e.featuresByReference
-    "TREES_BUILT_BY" $e.treesBuiltBy }}
+    "TREES_BUILT_BY" $e.treesBuiltBy
+    "STAGE_CALLS" $e.stageCalls }}
 - name: DDTREE_{{ $name }}
   value: {{ $value | toString | quote }}
 {{- end }}
