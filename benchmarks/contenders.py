@@ -20,7 +20,7 @@ AUTO = -1
 
 _TITLES: dict[PlayerName, str] = {
     "in-process": "in process",
-    "grpc": "gRPC, stages by BLS",
+    "grpc": "gRPC, bls topology",
     "grpc-in-process": "gRPC, in_process topology",
     "transformers": "transformers generate",
     "dflash": "dflash package",

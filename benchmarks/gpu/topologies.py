@@ -34,7 +34,7 @@ _OWN_TREES: Final = {"DDTREE_TREES_BUILT_BY": "orchestrator"}
 _SERVERS: Final[Mapping[str, tuple[Topology, Mapping[str, str]]]] = {
     "bls": ("bls", {}),
     "bls_own_trees": ("bls", _OWN_TREES),
-    "bls_through_triton": ("bls", {"DDTREE_STAGE_CALLS": "bls"}),
+    "bls_through_triton": ("bls", {"DDTREE_STAGE_CALLS": "triton"}),
     "in_process": ("in_process", {}),
 }
 
@@ -99,9 +99,10 @@ def _compare(setting: Setting, saved: SavedPair) -> Facts:
                 if repeat:  # the first is a warm-up
                     answers[name].append(answer)
     facts: Facts = {name: _rounds(given) for name, given in answers.items()}
-    for name in (name for name in _SERVERS if name != "in_process"):
-        beyond = facts[name]["round_ms"] - facts["in_process"]["round_ms"]
-        facts[f"{name}_minus_in_process_ms"] = beyond
+    for name in _SERVERS:
+        if name != "in_process":
+            beyond = facts[name]["round_ms"] - facts["in_process"]["round_ms"]
+            facts[f"{name}_minus_in_process_ms"] = beyond
     return facts
 
 

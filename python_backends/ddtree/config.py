@@ -22,7 +22,7 @@ _CHOICES = {
     "dtype": ("auto", "bfloat16", "float16", "float32"),
     "features_by_reference": ("auto", "always", "never"),
     "trees_built_by": ("tree_builder", "orchestrator"),
-    "stage_calls": ("direct", "bls"),
+    "stage_calls": ("direct", "triton"),
 }
 
 _BOOLS = {"true": True, "1": True, "false": False, "0": False}
@@ -76,7 +76,7 @@ class ServingConfig:
     cuda_graphs: bool = True  # on a GPU: kernels of our own, and steps that are captured at load
     features_by_reference: str = "auto"  # whether drafter and verifier share memory; auto: on a GPU
     trees_built_by: str = "tree_builder"  # topology bls: that model, or the orchestrator itself
-    stage_calls: str = "direct"  # topology bls: past Triton where a stage offers it, or always by BLS
+    stage_calls: str = "direct"  # topology bls: past Triton where a stage offers it; or through triton
 
     def __post_init__(self) -> None:
         for name, allowed in _CHOICES.items():

@@ -13,7 +13,6 @@ from functools import partial
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from ddtree.deferred import DeferredWork
 from ddtree.draft_choice import DraftChoice
@@ -112,29 +111,20 @@ class DraftingLoop:
         return None if self._promised is None else self._promised.promise
 
     def learn(self, verdict: VerifyResult) -> None:
-        """Compare what became of the round's trees with what was promised of them, when there is time."""
-        promised, self._promised = self._promised, None
-        if promised is None:
+        """Compare what became of the round's trees with what was promised of them."""
+        if self._promised is None:
             return
-        # Copies: what a verdict says stands in a stage's buffers, which the next round writes to.
+        drafting, places, promise = self._promised.drafting, self._promised.places, self._promised.promise
+        self._promised = None
         accepted, counts, status = (
-            field.cpu().numpy()[promised.places].astype(np.int64)
+            field.cpu().numpy()[places].astype(np.int64)
             for field in (verdict.accepted_tokens, verdict.accepted_counts, verdict.status)
         )
-        self._deferred.defer(partial(self._compare, promised, accepted, counts, status == Status.OK))
-
-    def _compare(
-        self,
-        promised: _Promised,
-        accepted: NDArray[np.int64],  # [S, D]
-        counts: NDArray[np.int64],  # [S]
-        is_held: NDArray[np.bool_],  # [S]
-    ) -> None:
-        surprises, told = promised.promise.surprise(accepted, counts)
-        rows = zip(promised.drafting, is_held.tolist(), surprises.tolist(), told.tolist(), strict=True)
-        for live, held, surprise, most in rows:
-            if held:
-                self._choice.note_surprise(live.outlook, surprise, most)
+        is_held = (status == Status.OK).tolist()
+        surprises, promised = promise.surprise(accepted, counts)
+        for index, live in enumerate(drafting):
+            if is_held[index]:
+                self._choice.note_surprise(live.outlook, float(surprises[index]), float(promised[index]))
 
     def _choose(self, able: Sequence[Live], sequences: int) -> list[Live]:
         """Those of the sequences that draft in this round: all that were asked to, the others if it pays."""

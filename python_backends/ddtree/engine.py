@@ -12,7 +12,6 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable
 from collections.abc import Sequence as Batch
-from functools import partial
 
 import torch
 
@@ -28,7 +27,7 @@ from ddtree.live import DraftContext, Live, Sink
 from ddtree.params import GenerationParams
 from ddtree.planner import RoundPlanner
 from ddtree.resident import ResidentRounds
-from ddtree.round_accounts import RoundAccounts
+from ddtree.round_cost import FinishedRound
 from ddtree.round_trace import Verified, note_round
 from ddtree.scheduler import Scheduler
 from ddtree.sequence import Sequence, SequenceState
@@ -90,7 +89,6 @@ class Engine:
             self._resident = ResidentRounds(
                 info.rounds, self._planner, self._drafting.lost, self._timer, self._observe
             )
-        self._accounts = RoundAccounts(self._planner.cost, self._resident, self._observe)
         if self._loop_task is None:
             self._loop_task = asyncio.get_running_loop().create_task(self._run(), name="ddtree-engine")
 
@@ -236,15 +234,23 @@ class Engine:
         self._drafts.learn(verdict)
         emitted = self._commit(batch, verdict)
         watch.lap("commit")
-        counts, commit_ms = verdict.node_counts.tolist(), verdict.commit_ms
-        note = partial(self._accounts.note, batch, drafting, counts, emitted, commit_ms, watch)
-        self._after(batch, note)
-
-    def _after(self, batch: Batch[Live], work: Callable[[], None]) -> None:
-        """Do it while the next round's first call is under way; at once where there may be no other."""
-        self._deferred.defer(work)
-        if any(live.done.done() for live in batch):
-            self._deferred.run()
+        nodes = int(verdict.node_counts.sum())
+        cost = self._plan.cost
+        plain_ms = cost.plain_ms(len(batch)) + watch.ms["commit"]
+        cost.observe(
+            FinishedRound(
+                len(batch),
+                len(drafting),
+                nodes,
+                draft_ms=watch.ms["draft"],
+                build_ms=watch.ms["build_tree"],
+                verify_ms=watch.ms["verify"],
+            )
+        )
+        record = events.RoundRecord(
+            len(batch), nodes, emitted, verdict.commit_ms, plain_ms, watch.ms, watch.started_s
+        )
+        self._observe(events.RoundDone(batch, drafting, verdict.node_counts.tolist(), record))
 
     async def _resident_round(self, resident: ResidentRounds, batch: Batch[Live]) -> None:
         watch = events.StopWatch(self._timer)
@@ -253,8 +259,13 @@ class Engine:
         self._deferred.run()
         emitted = self._commit(batch, done.result)
         watch.lap("commit")
-        counts = done.result.node_counts.tolist()
-        self._after(batch, partial(self._accounts.note_resident, batch, done, counts, emitted, watch))
+        nodes = done.result.node_counts.tolist()
+        plain_ms = resident.choice.plain_ms(len(batch)) + watch.ms["commit"]
+        stage_ms = {**done.stage_ms(watch.ms["verify"]), "commit": watch.ms["commit"]}
+        record = events.RoundRecord(
+            len(batch), sum(nodes), emitted, 0.0, plain_ms, stage_ms, watch.started_s, is_whole=True
+        )
+        self._observe(events.RoundDone(batch, done.drafting, nodes, record))
 
     def _commit(self, batch: Batch[Live], verdict: VerifyResult | RoundResult) -> int:
         """Append what was accepted to each sequence; gives how many tokens were emitted.

@@ -197,11 +197,9 @@ class FeatureReader:
             NotShared: none of the rows can be reached.
         """
         words = references.numpy()
-        named = words[:, :2]
-        if (named == named[0]).all():  # mostly
-            sources = [(int(named[0, 0]), int(named[0, 1]))]
-        else:
-            sources = list(dict.fromkeys(map(tuple, named[::-1].tolist())))
+        named = words[::-1, :2]
+        is_change = np.append([True], (named[1:] != named[:-1]).any(axis=1))  # mostly all rows name one
+        sources = list(dict.fromkeys(map(tuple, named[is_change].tolist())))
         rows: torch.Tensor | None = None
         all_fresh = np.zeros(len(words), dtype=np.bool_)
         failure = ""
@@ -211,10 +209,10 @@ class FeatureReader:
             except (OSError, ValueError, TypeError) as error:
                 failure = f"process {place >> 32} cannot be reached: {error}"
                 continue
-            if len(sources) == 1:
-                return source.read(words[:, 2], words[:, 3])
             meant = np.flatnonzero((words[:, 0] == place) & (words[:, 1] == key))
             part, is_fresh = source.read(words[meant, 2], words[meant, 3])
+            if len(meant) == len(words):
+                return part, is_fresh
             if rows is None:
                 rows = part.new_zeros((len(words), part.shape[1]))
             if part.shape[1] == rows.shape[1]:
@@ -274,8 +272,6 @@ class _OpenedFeatures:
         if self._memory is None:
             assert self._file.rows is not None, "rows lie in the file or behind a handle"
             rows = torch.from_numpy(self._file.rows[slots]).view(self._dtype)
-        elif (np.diff(slots) == 1).all():  # what a round commits, mostly: no indices go to the GPU
-            rows = self._memory[int(slots[0]) : int(slots[-1]) + 1].clone()
         else:
             rows = self._memory[torch.from_numpy(slots).to(self._memory.device)]
         if rows.is_cuda:

@@ -1,4 +1,4 @@
-"""Messages between stages as named arrays, and back: what a Triton hop carries.
+"""Messages between stages as named arrays, and back: what a hop carries.
 
 A message is flattened by field name, nested ones with their name in front (`sessions_ids`). bfloat16 has no
 numpy type, so context features cross as bytes, last axis in bytes; the receiver knows the dtype from what

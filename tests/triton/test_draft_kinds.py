@@ -45,7 +45,7 @@ class Served:
 
 @pytest.fixture(
     scope="module",
-    params=[("tree_builder", "direct"), ("tree_builder", "bls"), ("orchestrator", "direct")],
+    params=[("tree_builder", "direct"), ("tree_builder", "triton"), ("orchestrator", "direct")],
     ids="-".join,
 )
 def served(
@@ -138,4 +138,4 @@ def test_who_builds_the_trees(served: Served) -> None:
         )
     )
     assert 0 < timed <= result.stats.rounds  # the last round may have nothing to draft
-    assert calls == (timed if (served.builder, served.calls) == ("tree_builder", "bls") else 0)
+    assert calls == (timed if (served.builder, served.calls) == ("tree_builder", "triton") else 0)

@@ -3,61 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import multiprocessing
 import os
 import signal
-import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from ddtree.errors import InvalidArgument, Unavailable
+from ddtree.errors import Unavailable
 from ddtree.stages.direct import DirectCalls
-from ddtree.stages.frames import Frame, FrameReader, pack
-from ddtree.stages.operations import CallFailed, Operation
-from ddtree.stages.patience import StageGone
+from ddtree.stages.operations import CallFailed
+from ddtree.stages.patience import PatienceLimits, PatientCall, StageGone, error_of
 from ddtree.stages.server import StageServer
 from ddtree.wire import Arrays
 from tests.fakes.clock import ManualClock
-
-NUMBERS = {"numbers": np.arange(5)}
-
-
-class Doubler:
-    """A stage that doubles numbers; in which thread, and whether alone, is noted."""
-
-    def __init__(self) -> None:
-        self.threads: list[int] = []
-        self.under_way = self.most = 0
-        self.hold = threading.Event()
-        self.entered = threading.Event()
-        self.hold.set()
-
-    def load(self) -> dict[str, Operation]:
-        self.threads.append(threading.get_ident())
-        return {"double": self.double, "refuse": self.refuse, "break": self.broken}
-
-    def double(self, arrays: Mapping[str, Any]) -> Arrays:
-        self.threads.append(threading.get_ident())
-        self.under_way += 1
-        self.most = max(self.most, self.under_way)
-        self.entered.set()
-        self.hold.wait(10)
-        self.under_way -= 1
-        return {"doubled": arrays["numbers"] * 2}
-
-    def refuse(self, _: Mapping[str, Any]) -> Arrays:
-        raise InvalidArgument.of("numbers", "must be even", 3, "send another")
-
-    def broken(self, _: Mapping[str, Any]) -> Arrays:
-        raise ZeroDivisionError("of no use")
+from tests.fakes.doubler import NUMBERS, Doubler
 
 
 class Triton:
@@ -149,6 +114,7 @@ async def test_a_call_that_was_given_up_disturbs_no_later_one(stage: Doubler, se
     stage.hold.clear()
     with pytest.raises(asyncio.TimeoutError):
         await asyncio.wait_for(calls("doubler", "double", {"numbers": np.arange(3)}), 0.05)
+    # Its channel was closed with it, so the next one goes another way, behind it.
     later = asyncio.ensure_future(doubled(calls))
     await asyncio.sleep(0.05)
     assert not later.done()
@@ -202,6 +168,52 @@ async def test_a_stage_that_was_loaded_again_is_called_directly_again(stage: Dou
     assert triton.calls.count("channel") == 2
     calls.close()
     second.close()
+
+
+async def test_a_stage_that_hangs_is_left_for_the_copy_that_triton_has() -> None:
+    hanging, healthy = Doubler(), Doubler()
+    first = StageServer("doubler", hanging.load)
+    triton = Triton(first)
+    clock = ManualClock()
+    calls = PatientCall(DirectCalls(triton, seconds_of(clock)), PatienceLimits(call_s=0.1, recovery_s=0.0))
+    assert (await calls("doubler", "double", NUMBERS))["doubled"].tolist() == [0, 2, 4, 6, 8]
+    hanging.hold.clear()
+    with pytest.raises(StageGone, match=r"did not double within 0.1 s"):
+        await calls("doubler", "double", NUMBERS)
+    triton.server = second = StageServer("doubler", healthy.load)  # as a watchdog has it loaded
+    clock.advance(6.0)
+    for _ in range(2):
+        assert (await calls("doubler", "double", NUMBERS))["doubled"].tolist() == [0, 2, 4, 6, 8]
+    assert triton.calls == ["channel", "channel"]
+    hanging.hold.set()
+    await asyncio.to_thread(first.close)
+    await asyncio.to_thread(second.close)
+
+
+async def test_a_stage_that_says_its_parts_are_gone_is_gone(stage: Doubler, server: StageServer) -> None:
+    """As a target does that lost one of its processes: who insists waits for another copy."""
+    calls = DirectCalls(Triton(server))
+    stage.says = "a process of this target is not healthy"
+    with pytest.raises(StageGone, match=r"failed to refuse: .*is not healthy"):
+        await calls("doubler", "refuse", {})
+    assert type(error_of("doubler", "refuse", "it is tired")) is Unavailable
+    calls.close()
+
+
+async def test_calls_under_way_at_the_end_fail_and_go_nowhere_else(
+    stage: Doubler, server: StageServer
+) -> None:
+    """Triton answers nothing any more once a model is finalized."""
+    triton = Triton(server)
+    calls = DirectCalls(triton)
+    await doubled(calls)
+    stage.hold.clear()
+    under_way = asyncio.ensure_future(doubled(calls))
+    await asyncio.sleep(0.02)
+    calls.close()
+    with pytest.raises(Unavailable, match="the model ends"):
+        await under_way
+    assert triton.calls == ["channel"]
 
 
 async def test_the_call_under_way_is_answered_before_a_stage_ends(
@@ -263,90 +275,3 @@ async def test_a_killed_process_hands_its_calls_to_triton() -> None:
     finally:
         process.kill()
         process.join()
-
-
-def connect(server: StageServer) -> socket.socket:
-    connection = socket.socket(socket.AF_UNIX)
-    connection.settimeout(10)
-    connection.connect(f"\0{server._address}")
-    return connection
-
-
-@pytest.mark.parametrize("said", [b"GET / HTTP/1.1\r\n\r\n", pack(Frame(1, NUMBERS, "double"))[:20]])
-def test_a_caller_that_talks_nonsense_or_leaves_harms_nobody(server: StageServer, said: bytes) -> None:
-    with connect(server) as odd:
-        odd.sendall(said)
-        if said.startswith(b"GET"):
-            assert odd.recv(10) == b"", "it is hung up on"
-    assert server.call("double", NUMBERS)["doubled"].tolist() == [0, 2, 4, 6, 8]
-
-
-def test_a_caller_that_takes_no_answer_holds_nobody_up_for_long(
-    server: StageServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("ddtree.stages.server._SEND_S", 0.1)
-    big = {"numbers": np.zeros(1 << 20)}  # more than a socket holds
-    with connect(server) as deaf:
-        deaf.sendall(pack(Frame(1, big, "double")))
-        assert server.call("double", NUMBERS)["doubled"].tolist() == [0, 2, 4, 6, 8]
-
-
-def test_large_arrays_cross_whole(server: StageServer) -> None:
-    numbers = np.arange(3_000_000)
-    with connect(server) as caller:
-        sending = threading.Thread(
-            target=caller.sendall, args=(pack(Frame(7, {"numbers": numbers}, "double")),)
-        )
-        sending.start()
-        reader, frames = FrameReader(), list[Frame]()
-        while not frames:
-            frames = reader.feed(caller.recv(1 << 20))
-        sending.join()
-    assert frames[0].number == 7
-    assert np.array_equal(frames[0].arrays["doubled"], numbers * 2)
-
-
-def _connect_as_nobody(address: str, pipe: Connection) -> None:
-    os.setuid(65534)
-    with socket.socket(socket.AF_UNIX) as connection:
-        connection.settimeout(10)
-        connection.connect(f"\0{address}")
-        try:
-            connection.sendall(pack(Frame(1, NUMBERS, "double")))
-            pipe.send(connection.recv(10))
-        except OSError as error:
-            pipe.send(error.__class__.__name__)
-
-
-@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
-def test_another_user_is_refused(stage: Doubler, server: StageServer) -> None:
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_connect_as_nobody, args=(server._address, theirs))
-    process.start()
-    assert ours.poll(30)
-    assert ours.recv() in (b"", "BrokenPipeError", "ConnectionResetError")
-    process.join()
-    assert len(stage.threads) == 1, "nothing was called"
-
-
-def test_a_load_that_fails_is_told_and_leaves_no_thread() -> None:
-    def fail() -> dict[str, Operation]:
-        raise InvalidArgument.of("target", "must be there", "nothing", "name another")
-
-    before = threading.active_count()
-    with pytest.raises(InvalidArgument, match="target must be there"):
-        StageServer("doubler", fail)
-    assert threading.active_count() == before
-
-
-def test_ends_leave_no_socket_behind(stage: Doubler) -> None:
-    gc.collect()
-    before = set(Path("/proc/self/fd").iterdir())
-    for _ in range(3):
-        server = StageServer("doubler", stage.load)
-        caller = connect(server)
-        server.close()
-        assert caller.recv(10) == b""
-        caller.close()
-    assert set(Path("/proc/self/fd").iterdir()) <= before

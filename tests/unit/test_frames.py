@@ -15,7 +15,7 @@ from hypothesis.extra import numpy as st_numpy
 
 from ddtree.stages.frames import BrokenFrame, Frame, FrameReader, pack
 
-SHAPES = st_numpy.array_shapes(min_dims=1, max_dims=4, min_side=0, max_side=5)
+SHAPES = st_numpy.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=5)
 NUMBERS = st_numpy.arrays(st.sampled_from([np.int64, np.int32, np.float32, np.uint8, np.bool_]), SHAPES)
 STRINGS = st.lists(st.binary(max_size=20), max_size=4)
 
@@ -87,11 +87,17 @@ def framed(header: object, body: bytes = b"") -> bytes:
         (framed({"number": 1}), "cannot be read"),
         (framed([1, "", "", [["a", "<f4", [2]]]], b"1234567"), "which is not there"),
         (framed([1, "", "", [["a", "<f4", [1]]]], b"12345678"), "8 bytes of arrays, told were 4"),
-        (framed([1, "", "", [["a", "<f4", [-1, -1]]]], b"1234"), "negative"),
-        (framed([1, "", "", [["a", "|O", [1]]]], b"12345678"), "which is not there"),
+        (framed([1, "", "", [["a", "<f4", [-1, -1]]]], b"1234"), "an array of sizes"),
+        (framed([1, "", "", [["a", "|O", [1]]]], b"12345678"), r"an array of '\\|O'"),
         (framed([1, "", "", [["a", "strings", [9]]]], b"1234"), "4 bytes of arrays, told were 9"),
-        (framed([1, "", "", [["a", "no type", [1]]]], b"1234"), "cannot be read"),
-        (framed([1, "", "", [["a", "<f4", ["x"]]]], b"1234"), "cannot be read"),
+        (framed([1, "", "", [["a", "no type", [1]]]], b"1234"), "an array of 'no type'"),
+        (framed([1, "", "", [["a", "f4,(", [1]]]], b"1234"), "an array of"),
+        (framed([1, "", "", [["a", "<f4", [1e300]]]], b"1234"), "an array of sizes"),
+        (framed([1, "", "", [["a", "<f4", 7]]], b"1234"), "cannot be read"),
+        (framed([[], "", "", []]), "cannot be read"),
+        (framed(b'[Infinity, "", "", []]'), "cannot be read"),
+        (framed(b"[" * 100_000), "cannot be read"),
+        (framed([1, "", "", [["a", "<f4", ["x"]]]], b"1234"), "an array of sizes"),
     ],
 )
 def test_what_is_no_frame_is_refused(stream: bytes, words: str) -> None:

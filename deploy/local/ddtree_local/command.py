@@ -53,7 +53,7 @@ def server_command(runtime: TritonRuntime, options: ServerOptions, ports: Ports)
         f"--backend-config=python,shm-region-prefix-name={options.shm_prefix}",
         # The configurations are complete; asking the models to complete them would start every stub twice.
         "--disable-auto-complete-config",
-        # BLS calls in flight: each holds one of these until its answer was taken.
+        # Calls through Triton in flight: each holds one of these until its answer was taken.
         "--backend-config=python,thread-pool-size=64",
         # A stub answers only after it has imported its model, torch included: 30 s is short on a cold disk.
         "--backend-config=python,stub-timeout-seconds=120",

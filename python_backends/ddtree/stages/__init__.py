@@ -1,1 +1,1 @@
-"""The two ways to reach the stages: other Triton models (BLS) or this process."""
+"""The two ways to reach the stages: Triton models of their own or this process."""

@@ -1,4 +1,4 @@
-"""The stages as Triton models of their own, reached by business logic scripting (BLS).
+"""The stages as Triton models of their own: topology `bls`, of business logic scripting.
 
 Each stage is called by model name with an operation and named arrays; how the call is made is handed in, so
 this module runs without Triton. Context features cross by reference where both stages have shown that they
@@ -185,11 +185,6 @@ class BlsStages:
         outputs = await self._call(model, "describe", {})
         info: dict[str, Any] = json.loads(bytes(outputs["info"][0]))
         return info
-
-
-def call_failed(model: str, operation: str, said: str, kind: type[Unavailable] = Unavailable) -> Unavailable:
-    """The error of a call that a stage answered with one."""
-    return kind(f"stage {model} failed to {operation}: {said}; retry in 5 s")
 
 
 def _work_seconds(outputs: Mapping[str, Any]) -> float:

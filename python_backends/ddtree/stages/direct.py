@@ -18,9 +18,9 @@ from itertools import count
 from typing import Any, Final
 
 from ddtree.errors import Unavailable
-from ddtree.stages.bls import StageCall, call_failed
+from ddtree.stages.bls import StageCall
 from ddtree.stages.frames import BrokenFrame, Frame, FrameReader, pack
-from ddtree.stages.patience import StageGone
+from ddtree.stages.patience import StageGone, error_of
 from ddtree.stages.server import is_same_user
 from ddtree.wire import Arrays
 
@@ -104,6 +104,7 @@ class DirectCalls:
         self._through_triton = through_triton
         self._clock = clock
         self._stages: dict[str, _Stage] = {}
+        self._is_closed = False
 
     async def __call__(self, model: str, operation: str, arrays: Arrays) -> Mapping[str, Any]:
         """Send one operation to a stage and give its outputs as arrays.
@@ -116,19 +117,25 @@ class DirectCalls:
             try:
                 answer = await channel.call(operation, arrays)
             except ChannelLost as error:
+                if self._is_closed:
+                    raise Unavailable(f"stage {model} is called no more: the model ends") from None
                 _LOG.warning("stage %s is called through Triton: its channel is lost (%s)", model, error)
+            except asyncio.CancelledError:
+                # Given up, for want of an answer mostly: Triton may have another copy of a stage that hangs.
+                channel.close()
+                raise
             else:
                 if answer.error:
-                    raise call_failed(model, operation, answer.error)
+                    raise error_of(model, operation, answer.error)
                 return answer.arrays
         return await self._through_triton(model, operation, arrays)
 
     def close(self) -> None:
-        """Give all channels up."""
+        """Give all channels up; what is under way fails."""
+        self._is_closed = True
         for stage in self._stages.values():
             if stage.channel is not None:
                 stage.channel.close()
-        self._stages.clear()
 
     async def _channel(self, model: str) -> _Channel | None:
         """The stage's channel; None where it has none, and while it is asked or was asked a moment ago."""
@@ -136,7 +143,7 @@ class DirectCalls:
         if stage.channel is not None and not stage.channel.is_lost:
             return stage.channel
         now = self._clock()
-        if now < stage.asked_s + _ASKED_AGAIN_S:
+        if self._is_closed or now < stage.asked_s + _ASKED_AGAIN_S:
             return None
         stage.asked_s, stage.channel = now, None
         try:
@@ -145,7 +152,7 @@ class DirectCalls:
             stage.channel = await _connect(address)
         except StageGone:
             raise  # the call itself would hear the same
-        except (Unavailable, KeyError, ValueError, OSError) as error:
+        except (Unavailable, LookupError, TypeError, ValueError, OSError) as error:
             if not stage.is_told:
                 _LOG.info("stage %s is called through Triton: it has no channel (%s)", model, error)
             stage.is_told = True

@@ -7,6 +7,8 @@ told by the lengths of their elements. Knows no socket, and not what arrays mean
 from __future__ import annotations
 
 import json
+import operator
+import re
 import struct
 from dataclasses import dataclass
 from math import prod
@@ -20,6 +22,7 @@ _LENGTHS: Final = struct.Struct("<IQ")  # bytes of the header, bytes of the arra
 _MOST_HEADER_BYTES: Final = 1 << 20
 _MOST_BYTES: Final = 1 << 32
 _STRINGS: Final = "strings"
+_NUMBERS: Final = re.compile(r"[<>|][biuf][1248]")  # as numpy writes their types
 
 
 class BrokenFrame(Exception):
@@ -50,8 +53,8 @@ def pack(frame: Frame) -> bytes:
             pieces.append(array.tobytes())
     values = (frame.number, frame.operation, frame.error, told)
     header = json.dumps(values, separators=(",", ":")).encode()
-    body = b"".join(pieces)
-    return b"".join((_LENGTHS.pack(len(header), len(body)), header, body))
+    lengths = _LENGTHS.pack(len(header), sum(map(len, pieces)))
+    return b"".join((lengths, header, *pieces))
 
 
 def unpack(header: bytes, body: bytes) -> Frame:
@@ -62,7 +65,7 @@ def unpack(header: bytes, body: bytes) -> Frame:
     """
     try:
         number, operation, error, told = json.loads(header)
-        frame = Frame(int(number), {}, str(operation), str(error))
+        frame = Frame(operator.index(number), {}, str(operation), str(error))
         start = 0
         for name, kind, sizes in told:
             frame.arrays[name], start = _read(kind, sizes, body, start)
@@ -75,17 +78,19 @@ def unpack(header: bytes, body: bytes) -> Frame:
 
 def _read(kind: str, sizes: list[int], body: bytes, start: int) -> tuple[np.ndarray[Any, Any], int]:
     """One array and where the next one starts."""
-    if min(sizes, default=0) < 0:
-        raise BrokenFrame(f"an array with negative sizes: {sizes}")
+    if not all(type(size) is int and size >= 0 for size in sizes):
+        raise BrokenFrame(f"an array of sizes {sizes}")
     if kind == _STRINGS:
         strings = np.empty(len(sizes), dtype=np.object_)
         for at, size in enumerate(sizes):
             strings[at] = body[start : start + size]
             start += size
         return strings, start
+    if not _NUMBERS.fullmatch(kind):
+        raise BrokenFrame(f"an array of {kind!r}")
     dtype = np.dtype(kind)
     stop = start + prod(sizes) * dtype.itemsize
-    if dtype.hasobject or stop > len(body):
+    if stop > len(body):
         raise BrokenFrame(f"an array of {kind} and {sizes}, which is not there")
     return np.ndarray(sizes, dtype, body, start), stop
 

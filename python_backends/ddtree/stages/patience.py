@@ -31,6 +31,17 @@ class StageGone(Unavailable):
     """A stage's process is dead, or the stage is not loaded: the call was not answered by it."""
 
 
+# Of a model that did not get the call or whose process ended, in Triton's own words (2.51 and 2.73); a target
+# that lost one of its processes says the same (`parallel/group.py`).
+_GONE: Final = ("is not healthy", "is not ready", "no available versions", "unknown model", "stub process")
+
+
+def error_of(model: str, operation: str, said: str) -> Unavailable:
+    """What is raised where a call was answered with an error, by the stage or for it."""
+    kind = StageGone if any(words in said for words in _GONE) else Unavailable
+    return kind(f"stage {model} failed to {operation}: {said}; retry in 5 s")
+
+
 @dataclass(frozen=True)
 class PatienceLimits:
     """Seconds, all of them."""

@@ -1,7 +1,7 @@
 """One thread that has a stage: it loads it and answers its calls one by one, Triton's and direct ones.
 
-Direct calls come over a socket without a file. Its name is random, Triton alone tells it (operation
-`channel`), and who connects must run as the same user. Everything happens in one thread, since PyTorch's
+Direct calls come over a socket without a file, for whose name Triton is asked (operation `channel`); who
+connects must run as the same user. Everything happens in one thread, since PyTorch's
 threads on a CPU sleep between operations once two threads have asked for them, which takes a third longer.
 """
 
@@ -35,7 +35,7 @@ def is_same_user(connection: Any) -> bool:
     """Whether the process at the other end of a local socket runs as this process's user."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     _, uid, _ = _CREDENTIALS.unpack(credentials)
-    return bool(uid == os.getuid())
+    return bool(uid == os.geteuid())
 
 
 class StageServer:
@@ -54,13 +54,14 @@ class StageServer:
         self._is_open = True  # until its thread ends
         self._is_closed = False
         self._operations: dict[str, Operation] = {}
+        self._calls = 0  # answered over the socket
         self._address = f"ddtree-{secrets.token_hex(16)}"
         # A daemon: a call that hangs must not keep the process.
         self._thread = threading.Thread(target=self._run, name=f"ddtree-{name}", daemon=True)
         self._thread.start()
         try:
             self._operations = self._in_thread(load)
-            self._operations["channel"] = lambda _: told({"address": self._address})
+            self._operations["channel"] = lambda _: told({"address": self._address, "calls": self._calls})
             self._in_thread(self._listen)
         except BaseException:
             self.close()
@@ -108,8 +109,8 @@ class StageServer:
             for key, _ in self._selector.select():
                 try:
                     key.data()
-                except OSError as error:  # of one caller; the others' calls go on
-                    _LOG.warning("%s cannot take a call: %s", self._name, error)
+                except Exception:  # noqa: BLE001 - of one caller; without this thread there is no stage
+                    _LOG.exception("%s cannot take a call", self._name)
         for key in list(self._selector.get_map().values()):
             key.fileobj.close()  # type: ignore[union-attr]
         self._selector.close()
@@ -145,11 +146,15 @@ class StageServer:
         except (OSError, BrokenFrame) as error:
             _LOG.warning("a caller of %s is lost: %s", self._name, error)
             piece = b""
+        except Exception:  # noqa: BLE001 - an answer that cannot be packed, for one
+            _LOG.exception("a caller of %s is lost", self._name)
+            piece = b""
         if not piece:
             self._selector.unregister(caller)
             caller.close()
 
     def _answered(self, call: Frame) -> Frame:
+        self._calls += 1
         try:
             return Frame(call.number, perform(self._operations, call.operation, call.arrays))
         except CallFailed as error:

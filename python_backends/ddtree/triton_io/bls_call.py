@@ -11,17 +11,14 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 
 from ddtree.config import ServingConfig
-from ddtree.errors import Unavailable
 from ddtree.events import Observe
-from ddtree.stages.bls import OUTPUTS, BlsStages, StageCall, call_failed
+from ddtree.stages.bls import OUTPUTS, BlsStages, StageCall
 from ddtree.stages.direct import DirectCalls
-from ddtree.stages.patience import PatienceLimits, PatientCall, StageGone
+from ddtree.stages.patience import PatienceLimits, PatientCall, error_of
 from ddtree.wire import Arrays
 
 _LOG = logging.getLogger(__name__)
 _END_S: Final = 5.0
-# Triton's own words about a model that did not get the call, or whose process ended (2.51 and 2.73).
-_GONE = ("is not healthy", "is not ready", "no available versions", "unknown model", "stub process")
 
 
 class StageCalls:
@@ -42,9 +39,7 @@ class StageCalls:
         answer.add_done_callback(self._under_way.discard)
         response = await asyncio.shield(answer)
         if response.has_error():
-            said = response.error().message()
-            kind = StageGone if any(words in said for words in _GONE) else Unavailable
-            raise call_failed(model, operation, said, kind)
+            raise error_of(model, operation, response.error().message())
         return {tensor.name(): tensor.as_numpy() for tensor in response.output_tensors()}
 
     async def end(self) -> None:
@@ -62,13 +57,15 @@ class StageCalls:
 def reach_stages(config: ServingConfig, observe: Observe) -> BlsStages:
     """The stages of topology `bls`; none is called yet."""
     through_triton = StageCalls()
-    direct = DirectCalls(through_triton)
+    calls: StageCall = through_triton
+    end = through_triton.end
+    if config.stage_calls == "direct":
+        calls = direct = DirectCalls(through_triton)
 
-    async def end() -> None:
-        direct.close()
-        await through_triton.end()
+        async def end() -> None:
+            direct.close()
+            await through_triton.end()
 
-    calls: StageCall = direct if config.stage_calls == "direct" else through_triton
     limits = PatienceLimits(draft_s=config.draft_timeout_ms / 1e3, recovery_s=float(config.stage_recovery_s))
     builds_trees = config.trees_built_by == "orchestrator"
     return BlsStages(PatientCall(calls, limits), observe, end, builds_trees=builds_trees)

@@ -65,14 +65,16 @@ class _StageModel(ABC):
         """Load the stage and give its operations by name."""
 
     def _answer(self, request: Any) -> Any:
+        name = ""
         try:
             arrays = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
-            outputs = self._call(bytes(arrays.pop("op")[0]).decode(), arrays)
+            name = bytes(arrays.pop("op")[0]).decode()
+            outputs = self._call(name, arrays)
             return pb_utils.InferenceResponse([pb_utils.Tensor(key, array) for key, array in outputs.items()])
         except CallFailed as error:
             return pb_utils.InferenceResponse(error=pb_utils.TritonError(str(error)))
         except Exception as error:  # noqa: BLE001 - the stage outlives a call that failed
-            _LOG.exception("a call failed: %s", error)
+            _LOG.exception("a call failed: %s", error, extra={"operation": name})
             return pb_utils.InferenceResponse(error=pb_utils.TritonError(f"INTERNAL: {error}"))
 
 
@@ -83,7 +85,7 @@ def _offers_channel(model_config: Mapping[str, Any]) -> bool:
         expand(parameters.get(name, {}).get("string_value", ""), os.environ).strip()
         for name in ("stage_calls", "engine")
     )
-    return calls != "bls" and engine in ("", "torch")
+    return calls != "triton" and engine in ("", "torch")
 
 
 class TargetVerifierModel(_StageModel):

@@ -72,7 +72,7 @@ def stage_of(module: Any, **parameters: str) -> Any:
         ({}, True),
         ({"stage_calls": "${DDTREE_STAGE_CALLS}", "engine": "${DDTREE_ENGINE:-torch}"}, True),
         ({"stage_calls": "direct", "engine": "torch"}, True),
-        ({"stage_calls": "bls", "engine": "torch"}, False),
+        ({"stage_calls": "triton", "engine": "torch"}, False),
         # Engines may set signal handlers, for one, which only the main thread may.
         ({"stage_calls": "direct", "engine": "trtllm"}, False),
     ],

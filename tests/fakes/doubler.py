@@ -1,0 +1,46 @@
+"""A stage that doubles numbers, for what carries calls to stages."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from ddtree.errors import InvalidArgument
+from ddtree.stages.operations import Operation
+from ddtree.wire import Arrays
+
+NUMBERS = {"numbers": np.arange(5)}
+
+
+class Doubler:
+    """A stage that doubles numbers; in which thread, and whether alone, is noted."""
+
+    def __init__(self) -> None:
+        self.threads: list[int] = []
+        self.under_way = self.most = 0
+        self.hold = threading.Event()
+        self.entered = threading.Event()
+        self.hold.set()
+        self.says = ""  # instead of its own reason to refuse
+
+    def load(self) -> dict[str, Operation]:
+        self.threads.append(threading.get_ident())
+        return {"double": self.double, "refuse": self.refuse, "break": self.broken}
+
+    def double(self, arrays: Mapping[str, Any]) -> Arrays:
+        self.threads.append(threading.get_ident())
+        self.under_way += 1
+        self.most = max(self.most, self.under_way)
+        self.entered.set()
+        self.hold.wait(10)
+        self.under_way -= 1
+        return {"doubled": arrays["numbers"] * 2}
+
+    def refuse(self, _: Mapping[str, Any]) -> Arrays:
+        raise InvalidArgument(self.says or "numbers must be even, got 3; send another")
+
+    def broken(self, _: Mapping[str, Any]) -> Arrays:
+        raise ZeroDivisionError("of no use")
