@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from ddtree_client.watchdog import Watchdog, WatchLimits
 from tests.soak.drills import (
     EXIT_S,
     PROMPTS,
@@ -63,6 +64,38 @@ def test_a_killed_orchestrators_sessions_expire_in_the_stages(world: World, expe
         answer = client.generate(input_ids=PROMPTS[1], max_tokens=4, ignore_eos=True)
         assert answer.token_ids == expected[PROMPTS[1]][:4]
     assert world.held_at_rest() == {"sessions": 0, "pages_used": 0}
+
+
+def test_a_drafter_that_hangs_is_done_without_and_left_for_its_copy(
+    tmp_path: Path, project_root: Path, expected: Expected
+) -> None:
+    """Its socket stays open: who went on calling there would never draft again."""
+    prompt, drafted = PROMPTS[0], 0
+    with (
+        soaked(tmp_path, project_root, exit_timeout_s=EXIT_S, DDTREE_DRAFT_TIMEOUT_MS="500") as world,
+        world.client() as client,
+    ):
+        dog = Watchdog(world.control(), ["drafter"], WatchLimits(answer_s=1.0, patience=2))
+        assert list(dog.look()) == []
+        assert client.generate(input_ids=prompt, max_tokens=9, tree_budget=4).stats.draft_tokens
+        stub = world.stub_of("drafter")
+        os.kill(stub, signal.SIGSTOP)
+        try:
+            answer = client.generate(input_ids=prompt, max_tokens=40, tree_budget=4, ignore_eos=True)
+            assert answer.token_ids == expected[prompt][:40]
+            assert not answer.stats.draft_tokens
+            told = [line for _ in range(2) for line in dog.look()]  # Triton may notice before the second look
+            assert "drafter is back" in told[-1]
+            assert world.stub_of("drafter") != stub
+            deadline = time.monotonic() + 60
+            while not drafted and time.monotonic() < deadline:
+                time.sleep(0.5)  # it is left alone for some seconds after it failed
+                answer = client.generate(input_ids=prompt, max_tokens=20, tree_budget=4, ignore_eos=True)
+                assert answer.token_ids == expected[prompt][:20]
+                drafted = answer.stats.draft_tokens
+        finally:
+            os.kill(stub, signal.SIGCONT)
+    assert drafted, "nobody drafts again"
 
 
 def test_a_killed_orchestrators_streams_are_told(
