@@ -36,6 +36,7 @@ from ddtree.types import VerifyResult
 from ddtree.verdicts import Verdicts
 
 _LOG = logging.getLogger(__name__)
+_CANCEL_AGAIN_S = 0.5
 _NOTHING_KNOWN = torch.zeros((0, 0))  # of the log-probabilities of a round's tokens
 
 
@@ -138,8 +139,9 @@ class Engine:
     async def stop(self) -> None:
         """End the loop and the stages; sequences still running fail as cancelled."""
         if self._loop_task is not None:
-            self._loop_task.cancel()
-            await asyncio.gather(self._loop_task, return_exceptions=True)
+            while not self._loop_task.done():  # `wait_for` of Python 3.11 loses what comes with an answer
+                self._loop_task.cancel()
+                await asyncio.wait({self._loop_task}, timeout=_CANCEL_AGAIN_S)
             self._loop_task = None
         self._departures.fail(list(self._scheduler), Cancelled("the server is shutting down"))
         await self._departures.release()

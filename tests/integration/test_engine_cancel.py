@@ -124,3 +124,33 @@ async def test_stop_of_an_idle_engine(tiny_target: Path) -> None:
     async with world_of(tiny_target) as world:
         await world.engine.generate(SHORT, CollectingSink())
         await world.engine.stop()
+
+
+async def test_the_end_comes_though_a_cancellation_gets_lost(tiny_target: Path) -> None:
+    """As in `asyncio.wait_for` of Python 3.11, when it comes together with the answer."""
+    async with world_of(tiny_target) as world:
+        stages = world.stages
+        ask, lost = stages._ask, 0
+
+        async def loses_one(*arguments: Any) -> Any:
+            nonlocal lost
+            answer = asyncio.ensure_future(ask(*arguments))
+            try:
+                return await asyncio.shield(answer)
+            except asyncio.CancelledError:
+                lost += 1
+                if lost > 1:
+                    raise
+                return await answer
+
+        stages._ask = loses_one  # type: ignore[assignment]
+        sink = CollectingSink()
+        call = world.begin(ENDLESS, sink)
+        await until(lambda: sink.deltas)
+        loop_task = world.engine._loop_task
+        assert loop_task is not None
+        await asyncio.wait_for(world.engine.stop(), 20)
+        assert lost >= 1
+        assert loop_task.done()
+        with pytest.raises(Cancelled):
+            await call

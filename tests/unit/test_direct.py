@@ -145,6 +145,38 @@ async def test_a_stage_without_a_channel_is_called_through_triton(failure: Excep
     assert triton.calls[-2:] == ["channel", "double"]
 
 
+async def test_a_stage_is_asked_for_one_channel_however_long_it_takes(
+    stage: Doubler, server: StageServer
+) -> None:
+    clock, triton = ManualClock(), Triton(server)
+    calls = DirectCalls(triton, seconds_of(clock))
+    stage.hold.clear()
+    busy = asyncio.ensure_future(triton("doubler", "double", NUMBERS))  # whoever asks now waits
+    await asyncio.to_thread(stage.entered.wait, 10)
+    asking = asyncio.ensure_future(doubled(calls))
+    await asyncio.sleep(0.02)
+    clock.advance(60.0)
+    others = [asyncio.ensure_future(doubled(calls)) for _ in range(3)]
+    await asyncio.sleep(0.02)
+    stage.hold.set()
+    assert await asyncio.gather(asking, *others) == [[0, 2, 4, 6, 8]] * 4
+    await busy
+    assert triton.calls.count("channel") == 1
+    calls.close()
+
+
+async def test_who_ends_while_a_stage_is_asked_keeps_no_channel(server: StageServer) -> None:
+    triton = Triton(server)
+    calls = DirectCalls(triton)
+    asking = asyncio.ensure_future(doubled(calls))
+    await asyncio.sleep(0)
+    calls.close()
+    assert await asking == [0, 2, 4, 6, 8]
+    assert triton.calls == ["channel", "double"]
+    channel = calls._stages["doubler"].channel
+    assert channel is None or channel.is_lost
+
+
 async def test_a_stage_that_is_gone_is_asked_nothing_more() -> None:
     triton = Triton(None)
     triton.failure = StageGone("its process ended")

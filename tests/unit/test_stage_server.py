@@ -8,17 +8,20 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from ddtree.errors import InvalidArgument
 from ddtree.stages.frames import Frame, FrameReader, pack
-from ddtree.stages.operations import Operation
+from ddtree.stages.operations import CallFailed, Operation
 from ddtree.stages.server import StageServer
+from ddtree.wire import Arrays
 from tests.fakes.doubler import NUMBERS, Doubler
 
 
@@ -120,6 +123,32 @@ def test_an_answer_that_cannot_be_sent_costs_its_caller_and_not_the_stage() -> N
         assert caller.recv(10) == b""
     assert server.call("even", {})["a"].tolist() == [0, 1]
     server.close()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_operation_that_ends_its_thread_leaves_nobody_waiting() -> None:
+    def leave(_: Mapping[str, Any]) -> Arrays:
+        raise SystemExit(3)
+
+    server = StageServer("leaves", lambda: {"leave": leave})
+    with connect(server) as caller:
+        caller.sendall(pack(Frame(1, {}, "leave")))
+        assert caller.recv(10) == b""
+    server._thread.join(10)
+    with pytest.raises(CallFailed, match="the stage is not healthy, its thread has ended"):
+        server.call("leave", {})
+    server.close()
+
+
+def test_calls_that_meet_the_end_are_answered_or_told() -> None:
+    for _ in range(200):
+        server = StageServer("doubler", Doubler().load)
+        ending = threading.Thread(target=server.close)
+        ending.start()
+        with suppress(CallFailed):
+            assert server.call("double", NUMBERS)["doubled"].tolist() == [0, 2, 4, 6, 8]
+        ending.join(10)
+        assert not ending.is_alive()
 
 
 def test_a_frame_may_come_byte_by_byte(server: StageServer) -> None:

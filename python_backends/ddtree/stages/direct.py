@@ -63,9 +63,10 @@ class _Channel(asyncio.Protocol):
         if self.is_lost or self._transport is None:
             raise ChannelLost("it is closed")
         number = next(self._numbers)
+        frame = pack(Frame(number, arrays, operation))
         answer: asyncio.Future[Frame] = asyncio.get_running_loop().create_future()
         self._waiting[number] = answer
-        self._transport.write(pack(Frame(number, arrays, operation)))
+        self._transport.write(frame)
         try:
             return await answer
         finally:
@@ -89,6 +90,7 @@ class _Channel(asyncio.Protocol):
 class _Stage:
     channel: _Channel | None = None
     asked_s: float = float("-inf")  # when it was asked for its channel
+    is_asked: bool = False  # and has not answered
     is_told: bool = False  # whether the log says that it has none
 
 
@@ -143,9 +145,9 @@ class DirectCalls:
         if stage.channel is not None and not stage.channel.is_lost:
             return stage.channel
         now = self._clock()
-        if self._is_closed or now < stage.asked_s + _ASKED_AGAIN_S:
+        if self._is_closed or stage.is_asked or now < stage.asked_s + _ASKED_AGAIN_S:
             return None
-        stage.asked_s, stage.channel = now, None
+        stage.asked_s, stage.is_asked, stage.channel = now, True, None
         try:
             told = await self._through_triton(model, "channel", {})
             address = json.loads(bytes(told["info"][0]))["address"]
@@ -156,6 +158,11 @@ class DirectCalls:
             if not stage.is_told:
                 _LOG.info("stage %s is called through Triton: it has no channel (%s)", model, error)
             stage.is_told = True
+            return None
+        finally:
+            stage.is_asked = False
+        if self._is_closed:
+            stage.channel.close()
             return None
         _LOG.info("stage %s is called directly", model)
         stage.is_told = False

@@ -14,9 +14,11 @@ import selectors
 import socket
 import struct
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
 from typing import Any, Final
 
@@ -29,6 +31,9 @@ _RECEIVED_BYTES: Final = 1 << 20  # at once
 _CREDENTIALS: Final = struct.Struct("3i")  # pid, uid, gid of who connected
 _SEND_S: Final = 5.0  # a caller that takes no answer for so long is lost
 _END_S: Final = 5.0
+_PAUSE_S: Final = 0.1
+# In words that callers and watchdogs know from Triton: the stage must be loaded again.
+_ENDED: Final = "INTERNAL: the stage is not healthy, its thread has ended; its log says why"
 
 
 def is_same_user(connection: Any) -> bool:
@@ -36,6 +41,21 @@ def is_same_user(connection: Any) -> bool:
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     _, uid, _ = _CREDENTIALS.unpack(credentials)
     return bool(uid == os.geteuid())
+
+
+class _Order:
+    """What another thread wants done, and what becomes of it."""
+
+    def __init__(self, work: Callable[[], Any]) -> None:
+        self._work = work
+        self.done: Future[Any] = Future()
+
+    def run(self) -> None:
+        """Do it."""
+        try:
+            self.done.set_result(self._work())
+        except BaseException as error:  # noqa: BLE001 - it is the other thread's
+            self.done.set_exception(error)
 
 
 class StageServer:
@@ -49,10 +69,10 @@ class StageServer:
     def __init__(self, name: str, load: Callable[[], dict[str, Operation]]) -> None:
         self._name = name
         self._selector = selectors.DefaultSelector()
-        self._ordered: deque[Callable[[], None]] = deque()  # what other threads want done
+        self._guard = threading.Lock()  # of the orders and whether any are taken
+        self._orders: deque[_Order] = deque()  # of other threads
         self._bell, self._ring = socket.socketpair()
         self._is_open = True  # until its thread ends
-        self._is_closed = False
         self._operations: dict[str, Operation] = {}
         self._calls = 0  # answered over the socket
         self._address = f"ddtree-{secrets.token_hex(16)}"
@@ -71,56 +91,61 @@ class StageServer:
         """Run an operation for another thread.
 
         Raises:
-            CallFailed: see `perform`.
+            CallFailed: see `perform`; or the stage has ended.
         """
         outputs: Arrays = self._in_thread(partial(perform, self._operations, operation, arrays))
         return outputs
 
     def close(self) -> None:
         """Answer no more calls; the one under way ends first, for which it waits some seconds."""
-        if self._is_closed:
-            return
-        self._is_closed = True
-        self._order(self._stop)
+        with suppress(CallFailed):
+            self._order(self._stop)
         self._thread.join(_END_S)
-        self._ring.close()
 
     def _in_thread(self, work: Callable[[], Any]) -> Any:
-        done: Future[Any] = Future()
+        return self._order(work).result()
 
-        def run() -> None:
-            try:
-                done.set_result(work())
-            except BaseException as error:  # noqa: BLE001 - it is the other thread's
-                done.set_exception(error)
-
-        self._order(run)
-        return done.result()
-
-    def _order(self, work: Callable[[], None]) -> None:
-        self._ordered.append(work)
-        self._ring.send(b"\0")
+    def _order(self, work: Callable[[], Any]) -> Future[Any]:
+        """Have the thread do it."""
+        order = _Order(work)
+        with self._guard:
+            if not self._is_open:
+                raise CallFailed(_ENDED)
+            self._orders.append(order)
+            self._ring.send(b"\0")
+        return order.done
 
     # From here on: by the stage's thread.
 
     def _run(self) -> None:
         self._selector.register(self._bell, selectors.EVENT_READ, self._take_orders)
-        while self._is_open:
-            for key, _ in self._selector.select():
-                try:
-                    key.data()
-                except Exception:  # noqa: BLE001 - of one caller; without this thread there is no stage
-                    _LOG.exception("%s cannot take a call", self._name)
-        for key in list(self._selector.get_map().values()):
-            key.fileobj.close()  # type: ignore[union-attr]
-        self._selector.close()
+        try:
+            while self._is_open:
+                for key, _ in self._selector.select():
+                    self._handle(key.data)
+        finally:  # an operation may end its thread: nobody is to wait for it
+            with self._guard:
+                self._is_open = False
+            for order in self._orders:
+                order.done.set_exception(CallFailed(_ENDED))
+            for key in list(self._selector.get_map().values()):
+                key.fileobj.close()  # type: ignore[union-attr]
+            self._selector.close()
+            self._ring.close()
+
+    def _handle(self, event: Callable[[], None]) -> None:
+        try:
+            event()
+        except Exception:  # noqa: BLE001 - of one caller; without this thread there is no stage
+            _LOG.exception("%s cannot take a call", self._name)
+            time.sleep(_PAUSE_S)  # where there are no descriptors left, it would be tried again at once
 
     def _stop(self) -> None:
         self._is_open = False
 
     def _take_orders(self) -> None:
         for _ in self._bell.recv(_RECEIVED_BYTES):
-            self._ordered.popleft()()
+            self._orders.popleft().run()
 
     def _listen(self) -> None:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
