@@ -1,15 +1,17 @@
-"""A stage that doubles numbers, for what carries calls to stages."""
+"""A stage that doubles numbers, and Triton as another way to it, for what carries calls to stages."""
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from ddtree.errors import InvalidArgument
-from ddtree.stages.operations import Operation
+from ddtree.errors import InvalidArgument, Unavailable
+from ddtree.stages.operations import CallFailed, Operation
+from ddtree.stages.server import StageServer
 from ddtree.wire import Arrays
 
 NUMBERS = {"numbers": np.arange(5)}
@@ -44,3 +46,23 @@ class Doubler:
 
     def broken(self, _: Mapping[str, Any]) -> Arrays:
         raise ZeroDivisionError("of no use")
+
+
+class Triton:
+    """The other way to the stage: counted, and out of order when it is said so."""
+
+    def __init__(self, server: StageServer | None) -> None:
+        self.server = server
+        self.calls: list[str] = []
+        self.failure: Exception | None = None
+
+    async def __call__(self, _: str, operation: str, arrays: Arrays) -> Mapping[str, Any]:
+        self.calls.append(operation)
+        if self.failure is not None:
+            raise self.failure
+        if self.server is None:
+            return {"doubled": arrays["numbers"] * 2}
+        try:
+            return await asyncio.to_thread(self.server.call, operation, arrays)
+        except CallFailed as error:
+            raise Unavailable(str(error)) from error

@@ -17,32 +17,11 @@ import pytest
 
 from ddtree.errors import Unavailable
 from ddtree.stages.direct import DirectCalls
-from ddtree.stages.operations import CallFailed
 from ddtree.stages.patience import PatienceLimits, PatientCall, StageGone, error_of
 from ddtree.stages.server import StageServer
 from ddtree.wire import Arrays
 from tests.fakes.clock import ManualClock
-from tests.fakes.doubler import NUMBERS, Doubler
-
-
-class Triton:
-    """The other way to the stage: counted, and out of order when it is said so."""
-
-    def __init__(self, server: StageServer | None) -> None:
-        self.server = server
-        self.calls: list[str] = []
-        self.failure: Exception | None = None
-
-    async def __call__(self, _: str, operation: str, arrays: Arrays) -> Mapping[str, Any]:
-        self.calls.append(operation)
-        if self.failure is not None:
-            raise self.failure
-        if self.server is None:
-            return {"doubled": arrays["numbers"] * 2}
-        try:
-            return await asyncio.to_thread(self.server.call, operation, arrays)
-        except CallFailed as error:
-            raise Unavailable(str(error)) from error
+from tests.fakes.doubler import NUMBERS, Doubler, Triton
 
 
 def seconds_of(clock: ManualClock) -> Callable[[], float]:
