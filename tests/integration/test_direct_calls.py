@@ -27,7 +27,7 @@ from tests.integration.stage_faults import LONG, SHORT, reference_of, request, u
 
 
 class ServedStages:
-    """Wired stages behind servers; `fault` is asked in each stage's thread what becomes of a call."""
+    """Wired stages behind servers; a share of the answers to direct calls gets lost."""
 
     def __init__(self, wired: WiredStages) -> None:
         self.wired = wired
@@ -38,7 +38,6 @@ class ServedStages:
         self.chance = random.Random(0)
         self.losing = 0.0  # the share of calls that are done, and whose answers are lost
         self._loop = asyncio.get_running_loop()
-        self._is_direct = True
         self._now = 0.0
         self._servers = {name: self._serve(name) for name in (DRAFTER, TREE_BUILDER, TARGET_VERIFIER)}
 

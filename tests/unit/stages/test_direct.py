@@ -7,7 +7,7 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from typing import Any
@@ -28,24 +28,20 @@ def seconds_of(clock: ManualClock) -> Callable[[], float]:
     return lambda: clock() / 1e9
 
 
-@pytest.fixture
-def stage() -> Doubler:
-    return Doubler()
-
-
-@pytest.fixture
-def server(stage: Doubler) -> Iterator[StageServer]:
-    served = StageServer("doubler", stage.load)
-    yield served
-    stage.hold.set()
-    served.close()
-    assert not served._thread.is_alive()
-
-
 async def doubled(calls: Any) -> list[int]:
     answer = await calls("doubler", "double", NUMBERS)
     numbers: list[int] = answer["doubled"].tolist()
     return numbers
+
+
+async def call_held(calls: DirectCalls, stage: Doubler) -> asyncio.Future[list[int]]:
+    """A direct call that the stage works at until `hold` is set."""
+    await doubled(calls)
+    stage.hold.clear()
+    stage.entered.clear()
+    under_way = asyncio.ensure_future(doubled(calls))
+    assert await asyncio.to_thread(stage.entered.wait, 10)
+    return under_way
 
 
 async def test_a_stage_is_asked_once_where_it_is_and_then_called_directly(server: StageServer) -> None:
@@ -217,10 +213,7 @@ async def test_calls_under_way_at_the_end_fail_and_go_nowhere_else(
     """Triton answers nothing any more once a model is finalized."""
     triton = Triton(server)
     calls = DirectCalls(triton)
-    await doubled(calls)
-    stage.hold.clear()
-    under_way = asyncio.ensure_future(doubled(calls))
-    await asyncio.sleep(0.02)
+    under_way = await call_held(calls, stage)
     calls.close()
     with pytest.raises(Unavailable, match="the model ends"):
         await under_way
@@ -232,11 +225,7 @@ async def test_the_call_under_way_is_answered_before_a_stage_ends(
 ) -> None:
     triton = Triton(server)
     calls = DirectCalls(triton)
-    await doubled(calls)
-    stage.hold.clear()
-    stage.entered.clear()
-    under_way = asyncio.ensure_future(doubled(calls))
-    await asyncio.to_thread(stage.entered.wait, 10)
+    under_way = await call_held(calls, stage)
     with ThreadPoolExecutor(1) as pool:
         closing = pool.submit(server.close)
         await asyncio.sleep(0.05)

@@ -8,7 +8,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -23,20 +23,6 @@ from ddtree.stages.operations import CallFailed, Operation
 from ddtree.stages.server import StageServer
 from ddtree.wire import Arrays
 from tests.fakes.doubler import NUMBERS, Doubler
-
-
-@pytest.fixture
-def stage() -> Doubler:
-    return Doubler()
-
-
-@pytest.fixture
-def server(stage: Doubler) -> Iterator[StageServer]:
-    served = StageServer("doubler", stage.load)
-    yield served
-    stage.hold.set()
-    served.close()
-    assert not served._thread.is_alive()
 
 
 def connect(server: StageServer) -> socket.socket:
